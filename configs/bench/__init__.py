@@ -1,0 +1,1 @@
+"""Recipes that measure; every run measures again."""

@@ -1,0 +1,99 @@
+"""What recipes share: the schema's defaults as a ConfigDict, options included.
+
+The options of a drafter, of the objective and of the mesh are spelled out with
+their own defaults, so that each can be set from the command line
+(`--config.drafter.options.num_layers=1`). An option without a value ("the
+target's own") may be set to a number there, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import types
+import typing
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from spec_jax.config import loading, schema
+from spec_jax.core.errors import UserError
+from spec_jax.objectives.records import ObjectiveOptions
+from spec_jax.parallel.mesh import MeshOptions
+
+SMOLLM2 = "smollm2-135m-instruct"
+# SmolLM2's vocabulary has no mask token; `<empty_output>` is never produced.
+SMOLLM2_MASK_ID = 16
+
+
+def base(task: str = "pipeline", drafter: str = "dflash") -> ml_collections.ConfigDict:
+    """Every default of a task's recipe, locked: recipes change values only.
+
+    Args:
+      task: a key of `schema.SCHEMAS`.
+      drafter: whose options the `drafter` section holds, where there is one.
+    """
+    tree = loading.defaults(schema.SCHEMAS[task])
+    if isinstance(tree.get("drafter"), dict):
+        tree["drafter"] = {
+            **tree["drafter"],
+            "name": drafter,
+            "options": _drafter_options(drafter),
+        }
+    if "objective" in tree:
+        tree["objective"] = _open(ObjectiveOptions)
+    if "mesh" in tree:
+        tree["mesh"] = _open(MeshOptions)
+    return loading.to_config_dict(tree)
+
+
+def base_of(recipe: Any) -> dict[str, Any]:
+    """The plain defaults that a frozen recipe started from."""
+    drafter = getattr(recipe, "drafter", "")
+    name = drafter.name if isinstance(drafter, schema.Drafter) else "dflash"
+    return base(recipe.task, name).to_dict()
+
+
+def smollm2_drafter(config: ml_collections.ConfigDict) -> None:
+    """Makes the recipe's target SmolLM2 and its drafter one for SmolLM2."""
+    config.target.source = SMOLLM2
+    if "mask_id" in config.drafter.options:
+        config.drafter.options.mask_id = SMOLLM2_MASK_ID
+
+
+def newest_export(recipe: str) -> str:
+    """The drafter folder of a recipe's latest finished run below `runs`, or ""."""
+    reports = pathlib.Path("runs").glob(f"{recipe}-*/report.json")
+    folders = [(p.stat().st_mtime, p.parent / "export") for p in reports]
+    return max(((t, str(f)) for t, f in folders if f.is_dir()), default=(0, ""))[1]
+
+
+def _drafter_options(name: str) -> dict[str, Any]:
+    path = name if "." in name else f"spec_jax.drafters.{name}"
+    try:
+        return _open(importlib.import_module(path).Options)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"drafter {name!r} is not a drafter: {path} must be importable and define "
+            "Options and make(options, target_spec)"
+        ) from error
+
+
+def _open(options: type) -> dict[str, Any]:
+    """An options class as values; None becomes a typed place for a value."""
+    hints = typing.get_type_hints(options)
+    return {
+        field.name: field.default
+        if field.default is not None
+        else config_dict.placeholder(_inner(hints[field.name]))
+        for field in dataclasses.fields(options)
+    }
+
+
+def _inner(hint: Any) -> type:
+    """X of `X | None`."""
+    if isinstance(hint, types.UnionType):
+        return next(t for t in typing.get_args(hint) if t is not type(None))
+    return hint

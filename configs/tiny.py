@@ -1,0 +1,36 @@
+"""The whole walk on a tiny target, offline.
+
+    python -m experiments.run configs/tiny.py:dflash
+
+The target is a random model of five layers that first learns a synthetic
+corpus for some seconds; then everything happens as with a real one. The word
+after the colon names the drafter.
+
+Time: under 60 seconds on two CPU cores.
+Look at the training data: --inspect
+"""
+
+from configs import common
+
+
+def get_config(arg=""):
+    config = common.base("pipeline", arg or "dflash")
+    config.target.source = "tiny"
+    config.data.num_synth_prompts = 96
+    config.data.synth_max_tokens = 24
+    config.data.max_new_tokens = 48
+    config.data.max_tokens = 96
+    config.data.held_out = 8
+    config.capture.batch = 16
+    config.drafter.options.num_draft = 4
+    config.drafter.options.num_layers = 1
+    config.drafter.options.num_anchors = 12
+    config.train.seq_len = 96
+    config.train.batch = 8
+    config.train.steps = 200
+    config.train.eval_every = 100
+    config.train.checkpoint_every = 100
+    config.train.eval_new_tokens = 32
+    config.serve.max_context = 160
+    config.serve.max_new_tokens = 48
+    return config

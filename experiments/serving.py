@@ -1,0 +1,175 @@
+"""From a recipe's words to an engine that decodes: shared by every task.
+
+    target, params = load_serving_target(cfg.target)
+    exported = load_drafter(folder, target)
+    engine = make_engine(target, params, cfg.serve, exported)
+    engine.generate(prompts, settings_from(cfg.serve))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from spec_jax.config import schema
+from spec_jax.core.errors import UserError
+from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.request import Settings
+from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.drafters import base
+from spec_jax.drafters.base import Drafter, Frozen
+from spec_jax.drafters.frozen import frozen_from_params
+from spec_jax.export.folder import Exported, read_folder
+from spec_jax.target import loading, model
+from spec_jax.target.loading import Target
+
+# (drafter, its parameters, what it borrows from the target): a drafter that
+# comes from training and not from a folder.
+Trained = tuple[Drafter, Any, Frozen]
+
+
+def load_serving_target(
+    target: schema.Target, *, layers_apart: bool | None = None
+) -> tuple[Target, Any]:
+    """Loads a target and lays its weights out for decoding.
+
+    Args:
+      target: the recipe's section.
+      layers_apart: see `serving_params`.
+
+    Returns:
+      The target (its own `params` have stacked layers) and the parameters that
+      the engine runs.
+
+    Raises:
+      UserError: no such target (see `target.loading.load_target`).
+    """
+    if target.source == "tiny":
+        from experiments import tiny_target
+
+        loaded = tiny_target.load(target)
+    else:
+        loaded = loading.load_target(target.source, dtype=target.dtype)
+    return loaded, serving_params(loaded.params, layers_apart=layers_apart)
+
+
+def serving_params(params: Any, *, layers_apart: bool | None = None) -> Any:
+    """A target's parameters in the layout that decodes fastest.
+
+    On a CPU a scan copies each layer's weights out of the stack in every step,
+    so the layers are kept apart there; a TPU or GPU scans the stack, and one
+    layer is compiled. Embedding, head and final norm are shared, not copied.
+
+    Args:
+      params: `{"params": tree}` with stacked layers, or apart already.
+      layers_apart: True or False instead of what the platform suggests.
+    """
+    if layers_apart is None:
+        layers_apart = jax.default_backend() == "cpu"
+    if not layers_apart or model.is_apart(params):
+        return params
+    return jax.jit(model.unstack_layers)(params)
+
+
+def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported:
+    """Reads an exported drafter for a target.
+
+    Args:
+      folder: an exported folder.
+      target: the target it is to serve.
+      num_draft: M of a round; 0 is what it was trained for.
+
+    Raises:
+      UserError: the folder is missing, torn, or made for another target; or more
+        drafts are asked for than it was trained for.
+    """
+    try:
+        return read_folder(folder, target, num_draft=num_draft or None)
+    except UserError:
+        raise
+    except ValueError as error:  # the block layout refuses num_draft
+        raise UserError(str(error)) from error
+
+
+def make_engine(
+    target: Target,
+    params: Any,
+    serve: schema.Serve,
+    drafter: Exported | Trained | None = None,
+    *,
+    chunks_per_tick: int = 1,
+) -> Engine:
+    """Compiles an engine for a recipe's `serve` section.
+
+    Args:
+      target: the target.
+      params: its parameters, from `load_serving_target` or `serving_params`.
+      serve: shapes and switches.
+      drafter: what `load_drafter` returned, a `Trained` one, or None to decode
+        plainly.
+      chunks_per_tick: prefill chunks between two rounds (offline work: many).
+
+    Raises:
+      UserError: the allocation is too small, or `serve.num_draft` is more than
+        the drafter was trained for.
+    """
+    chosen, weights, mask_id = None, Weights(target=params), -1
+    if drafter is not None:
+        chosen, draft, frozen = unpack(drafter, params)
+        chosen = with_num_draft(chosen, serve.num_draft, target)
+        weights = Weights(target=params, draft=draft, frozen=frozen)
+        mask_id = mask_id_of(chosen)
+    options = EngineOptions(
+        slots=serve.slots,
+        max_context=serve.max_context,
+        prefill_buckets=serve.prefill_ladder,
+        chunks_per_tick=chunks_per_tick,
+        round=RoundOptions(one_hot_draft=serve.one_hot_draft),
+    )
+    return Engine(target.spec, weights, options, chosen, mask_id)
+
+
+def settings_from(serve: schema.Serve, **overrides: Any) -> Settings:
+    """One request's settings from the `serve` section; overrides win.
+
+    Raises:
+      UserError: a value is out of its range.
+    """
+    fields = {f.name for f in dataclasses.fields(Settings)}
+    chosen = {
+        f.name: getattr(serve, f.name)
+        for f in dataclasses.fields(serve)
+        if f.name in fields
+    }
+    return Settings(**chosen | overrides)
+
+
+def unpack(drafter: Exported | Trained, params: Any) -> Trained:
+    """The drafter, its parameters and what it borrows from `params`."""
+    if isinstance(drafter, Exported):
+        frozen = frozen_from_params(params, drafter.draft_vocab)
+        return drafter.drafter, drafter.params, frozen
+    return drafter
+
+
+def with_num_draft(drafter: Drafter, num_draft: int, target: Target) -> Drafter:
+    """The drafter serving `num_draft` drafts a round; 0 leaves it.
+
+    Raises:
+      UserError: more drafts than it was trained for.
+    """
+    if num_draft in (0, drafter.layout.num_draft):
+        return drafter
+    try:
+        drafter.layout.with_num_draft(num_draft)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    options = dataclasses.replace(drafter.options, num_draft=num_draft)
+    return base.load(drafter.name, options, target.spec)
+
+
+def mask_id_of(drafter: Drafter) -> int:
+    """The drafter's mask token, or -1 for a drafter without one."""
+    return getattr(drafter.options, "mask_id", -1)

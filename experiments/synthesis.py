@@ -1,0 +1,262 @@
+"""Text for a drafter to learn from, made by the target itself.
+
+The origin of the answers beats their amount: they must come from the target,
+through its own chat template. Prompts come from a file or are the target's own
+user turns, completed from the template's prefix. Answers are decoded by the
+same engine that serves, in groups; each finished group is one checked file, so
+a run killed anywhere continues and makes the same samples again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spec_jax.config import schema
+from spec_jax.core.errors import UserError
+from spec_jax.data import files
+from spec_jax.data import prompts as prompt_files
+from spec_jax.data import samples as sample_files
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.request import Settings
+from spec_jax.target.loading import Target
+
+GROUP = 128
+_HERE = "\u2063user-turn\u2063"
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesis:
+    """Prompts and answers, and what they cost.
+
+    Attributes:
+      train: samples to train on.
+      held_out: prompts (token ids) kept away from training, for validation.
+      seconds: wall time, added up over the runs that made them.
+      answer_tokens: answer tokens of `train`.
+      looping: samples left out because they loop.
+    """
+
+    train: tuple[sample_files.Sample, ...]
+    held_out: tuple[tuple[int, ...], ...]
+    seconds: float
+    answer_tokens: int
+    looping: int
+
+
+def user_turn_prefix(target: Target, system: str = "") -> list[int]:
+    """Token ids of the template up to where the user's text begins."""
+    messages = [{"role": "user", "content": _HERE}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    text = target.chat_template.render(messages, add_generation_prompt=False)
+    before, found, _ = text.partition(_HERE)
+    if not found:
+        raise UserError(
+            "the chat template rewrites the user's text, so the target cannot be asked "
+            "to complete it; set data.num_synth_prompts=0 and name data.prompts"
+        )
+    return target.tokenizer.encode(before)
+
+
+def synthesise_prompts(
+    target: Target,
+    engine: Engine,
+    data: schema.Data,
+    seed: int,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+) -> list[prompt_files.Prompt]:
+    """User turns the target makes up itself; unfinished and repeated ones drop out."""
+    prefix = user_turn_prefix(target, data.system)
+    cache = folder / "turns"
+    cache.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, None] = {}
+    group, empty = 0, 0
+    while len(texts) < data.num_synth_prompts:
+        if group not in sample_files.list_chunks(str(cache)):
+            settings = [
+                Settings(
+                    max_new_tokens=data.synth_max_tokens,
+                    temperature=data.synth_temperature,
+                    top_p=data.synth_top_p,
+                    seed=_seed(seed, 1, group, i),
+                )
+                for i in range(GROUP)
+            ]
+            made = engine.generate([prefix] * GROUP, settings)
+            turns = [
+                sample_files.make_sample(
+                    prefix, g.tokens, f"turn/{group}/{i}", data.synth_temperature
+                )
+                for i, g in enumerate(made)
+                if g.finish_reason == "stop"
+            ]
+            sample_files.write_chunk(str(cache), group, turns)
+        before = len(texts)
+        for turn in sample_files.read_chunk(str(cache), group):
+            body = turn.answer[:-1]
+            if target.tokenizer.special_ids & set(body) or turn.looping:
+                continue
+            text = target.tokenizer.decode(body).strip()
+            if len(text) >= 8:
+                texts.setdefault(text)
+        empty = empty + 1 if len(texts) == before else 0
+        if empty == 3:
+            raise UserError(
+                f"data.num_synth_prompts={data.num_synth_prompts}: the target made only "
+                f"{len(texts)} distinct user turns; raise data.synth_temperature or "
+                "data.synth_max_tokens, or ask for fewer"
+            )
+        group += 1
+        say(f"prompts {min(len(texts), data.num_synth_prompts)}/{data.num_synth_prompts}")
+    chosen = list(texts)[: data.num_synth_prompts]
+    return [prompt_files.user_prompt(t, f"synth/{i}") for i, t in enumerate(chosen)]
+
+
+def gather_prompts(
+    target: Target,
+    engine: Engine,
+    data: schema.Data,
+    seed: int,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+) -> tuple[list, list]:
+    """Prompts to train on and prompts held out, in a seeded order."""
+    from_file: list = []
+    if data.prompts:
+        limit = data.max_file_prompts or None
+        from_file = (
+            prompt_files.builtin_prompts(limit)
+            if data.prompts == "builtin"
+            else prompt_files.read_prompts(data.prompts, limit)
+        )
+    made = synthesise_prompts(target, engine, data, seed, folder, say)
+    order = np.random.default_rng([seed, 2])
+    if from_file and not data.train_on_prompts:
+        return made, from_file[: data.held_out]
+    everything = [*from_file, *made]
+    shuffled = [everything[i] for i in order.permutation(len(everything))]
+    if len(shuffled) <= data.held_out:
+        raise UserError(
+            f"data.held_out={data.held_out} leaves nothing of {len(shuffled)} prompts "
+            "to train on; hold out fewer or add prompts"
+        )
+    return shuffled[data.held_out :], shuffled[: data.held_out]
+
+
+def synthesise(
+    target: Target,
+    engine: Engine,
+    data: schema.Data,
+    seed: int,
+    folder: pathlib.Path,
+    mask_id: int = -1,
+    say: Callable[[str], None] = lambda text: None,
+) -> Synthesis:
+    """Makes (or reads back) the samples of a recipe.
+
+    Args:
+      target: the frozen target.
+      engine: decodes plainly over the same target.
+      data: what to make.
+      seed: of prompts, settings and order.
+      folder: where groups are kept.
+      mask_id: the drafter's mask token; prompts that hold it are left out.
+      say: progress, one line at a time.
+
+    Raises:
+      UserError: no usable prompts, or a torn sample file.
+    """
+    started = time.monotonic()
+    train, held = gather_prompts(target, engine, data, seed, folder, say)
+    room = data.max_tokens - data.max_new_tokens
+
+    def rendered(prompt):
+        if data.system:
+            system = {"role": "system", "content": data.system}
+            prompt = dataclasses.replace(prompt, messages=(system, *prompt.messages))
+        try:
+            return prompt_files.render_prompt(
+                target, prompt, context=room, mask_id=mask_id
+            )
+        except UserError:
+            return None
+
+    held_ids = [ids for ids in map(rendered, held) if ids is not None]
+    pairs = [(p, ids) for p in train if (ids := rendered(p)) is not None]
+    if not pairs or not held_ids:
+        raise UserError(
+            f"data.max_tokens={data.max_tokens} leaves {room} tokens for a prompt, and "
+            "none fits; raise it or lower data.max_new_tokens"
+        )
+    answers = folder / "answers"
+    answers.mkdir(parents=True, exist_ok=True)
+    done = set(sample_files.list_chunks(str(answers)))
+    samples: list[sample_files.Sample] = []
+    made_tokens, clock = 0, time.monotonic()
+    for group, first in enumerate(range(0, len(pairs), GROUP)):
+        part = pairs[first : first + GROUP]
+        if group not in done:
+            settings = [_answer_settings(data, seed, group, i) for i in range(len(part))]
+            made = engine.generate([ids for _, ids in part], settings)
+            chunk = [
+                sample_files.make_sample(ids, g.tokens, p.source, s.temperature)
+                for (p, ids), g, s in zip(part, made, settings, strict=True)
+                if g.finish_reason in ("stop", "length")
+            ]
+            sample_files.write_chunk(str(answers), group, chunk)
+            made_tokens += sum(len(s.answer) for s in chunk)
+        samples += sample_files.read_chunk(str(answers), group)
+        ready = min(first + GROUP, len(pairs))
+        speed = made_tokens / max(time.monotonic() - clock, 1e-6)
+        eta = _eta(samples, len(pairs), speed)
+        say(f"answers {ready}/{len(pairs)}, {speed:.0f} tokens/s{eta}")
+    corpus = sample_files.select_samples(
+        samples,
+        data.max_tokens,
+        keep_looping=not data.drop_looping,
+        template=target.chat_template.hash[:12],
+    )
+    seconds = _add_seconds(folder, time.monotonic() - started)
+    return Synthesis(
+        train=corpus.samples,
+        held_out=tuple(tuple(ids) for ids in held_ids),
+        seconds=seconds,
+        answer_tokens=sum(len(s.answer) for s in corpus.samples),
+        looping=corpus.looping,
+    )
+
+
+def _answer_settings(data: schema.Data, seed: int, group: int, index: int) -> Settings:
+    greedy = np.random.default_rng([seed, 3, group, index]).random() < data.greedy_share
+    return Settings(
+        max_new_tokens=data.max_new_tokens,
+        temperature=0.0 if greedy else data.answer_temperature,
+        top_p=1.0 if greedy else data.answer_top_p,
+        seed=_seed(seed, 4, group, index),
+    )
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.default_rng(list(parts)).integers(0, 2**31))
+
+
+def _add_seconds(folder: pathlib.Path, seconds: float) -> float:
+    """Adds this run's wall time to the folder's and returns the sum."""
+    path = folder / "seconds.json"
+    before = json.loads(path.read_text()) if path.exists() else 0.0
+    files.write_atomically(str(path), json.dumps(before + seconds).encode())
+    return before + seconds
+
+
+def _eta(samples: Sequence, total: int, speed: float) -> str:
+    if not samples or speed <= 1:
+        return ""
+    mean = sum(len(s.answer) for s in samples) / len(samples)
+    return f", {(total - len(samples)) * mean / speed / 60:.1f} min left"

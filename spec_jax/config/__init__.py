@@ -1,0 +1,1 @@
+"""Floor 1: the frozen schema of a recipe and the strict way into it."""

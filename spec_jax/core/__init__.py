@@ -1,0 +1,1 @@
+"""Floor 0: records and rules; imports jax, numpy and flax.struct only."""

@@ -1,0 +1,300 @@
+"""Token samples made by the target, in chunk files that are whole or absent.
+
+A chunk `samples-00007.jsonl` holds one JSON object per line (`Sample`'s fields)
+and has a checksum beside it, `samples-00007.sha256`, in the form that
+`sha256sum -c` reads. The checksum is written first and the chunk is renamed into
+place last, so a chunk that is listed is complete. Chunks are never changed: a
+producer lists what is there and makes the missing ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec_jax.core.errors import UserError
+from spec_jax.data.files import write_atomically
+
+# Above this share of skipped samples the corpus is not what it is meant to be.
+MAX_SKIPPED = 0.01
+
+_CHUNK_NAME = re.compile(r"samples-(\d{5,})\.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What the target ran: a prompt and its own answer.
+
+    Attributes:
+      tokens: ids of the prompt and the answer, end token included.
+      prompt_len: tokens of the prompt; the rest is supervised.
+      source: where the prompt came from.
+      temperature: at which the answer was drawn; 0 is greedy.
+      looping: whether the answer repeats itself (`is_looping`).
+    """
+
+    tokens: tuple[int, ...]
+    prompt_len: int
+    source: str
+    temperature: float = 0.0
+    looping: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", tuple(int(t) for t in self.tokens))
+        if not 0 <= self.prompt_len <= len(self.tokens):
+            raise UserError(
+                f"sample {self.source}: prompt_len={self.prompt_len} must lie in "
+                f"[0, {len(self.tokens)}], its number of tokens"
+            )
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The supervised tokens."""
+        return self.tokens[self.prompt_len :]
+
+
+def make_sample(
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    source: str,
+    temperature: float = 0.0,
+) -> Sample:
+    """A sample of a prompt and the answer that the target gave to it."""
+    answer = [int(token) for token in answer]
+    return Sample(
+        tokens=(*prompt, *answer),
+        prompt_len=len(prompt),
+        source=source,
+        temperature=float(temperature),
+        looping=is_looping(answer),
+    )
+
+
+# ---- How repetitive a text is.
+
+
+def ngram_counts(tokens: Sequence[int], n: int) -> collections.Counter:
+    """How often each run of `n` tokens occurs (occurrences may overlap)."""
+    tokens = [int(token) for token in tokens]
+    return collections.Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+
+
+def is_looping(tokens: Sequence[int], n: int = 8, times: int = 3) -> bool:
+    """Whether some n-gram occurs `times` times or more."""
+    return any(count >= times for count in ngram_counts(tokens, n).values())
+
+
+def distinct_ngrams(tokens: Sequence[int], n: int = 2) -> float:
+    """Distinct n-grams over all n-grams, in (0, 1]; 1.0 where there is none."""
+    counts = ngram_counts(tokens, n)
+    return len(counts) / counts.total() if counts else 1.0
+
+
+def longest_run(tokens: Sequence[int]) -> int:
+    """Length of the longest run of one repeated token."""
+    ids = np.asarray(tokens, np.int64)
+    if ids.size == 0:
+        return 0
+    edges = np.flatnonzero(np.diff(ids)) + 1
+    return int(np.diff(np.concatenate([[0], edges, [ids.size]])).max())
+
+
+# ---- Chunk files.
+
+
+def chunk_name(index: int) -> str:
+    """File name of a chunk."""
+    return f"samples-{index:05d}.jsonl"
+
+
+def list_chunks(folder: str) -> list[int]:
+    """Indices of the complete chunks in a folder, ascending (absent: none)."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    matches = (_CHUNK_NAME.fullmatch(name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def write_chunk(folder: str, index: int, samples: Sequence[Sample]) -> str:
+    """Adds a chunk; the same samples again change nothing.
+
+    Returns:
+      The chunk's path.
+
+    Raises:
+      UserError: no samples, or the chunk exists with other content.
+    """
+    if not samples:
+        raise UserError(f"chunk {index} of {folder} has no samples; write at least one")
+    content = b"".join(
+        json.dumps(dataclasses.asdict(sample)).encode() + b"\n" for sample in samples
+    )
+    name = chunk_name(index)
+    path = os.path.join(folder, name)
+    os.makedirs(folder, exist_ok=True)
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            same = file.read() == content
+        if not same:
+            raise UserError(
+                f"{path} exists with other samples; chunks are only added, so use "
+                "another index or an empty folder"
+            )
+    digest = hashlib.sha256(content).hexdigest()
+    write_atomically(_checksum_path(path), f"{digest}  {name}\n".encode())
+    write_atomically(path, content)
+    return path
+
+
+def read_samples(folder: str, num_chunks: int | None = None) -> list[Sample]:
+    """Reads every chunk of a folder, in the order of their indices.
+
+    Args:
+      folder: where `write_chunk` put them.
+      num_chunks: how many there must be, 0..n-1 (default: whatever is there).
+
+    Raises:
+      UserError: no chunk, a missing one, or one that differs from its checksum.
+    """
+    found = list_chunks(folder)
+    if num_chunks is not None:
+        missing = sorted(set(range(num_chunks)) - set(found))
+        if missing:
+            raise UserError(
+                f"{folder} lacks {len(missing)} of {num_chunks} chunks, the first is "
+                f"{chunk_name(missing[0])}; run the synthesis again to make them"
+            )
+        found = list(range(num_chunks))
+    if not found:
+        raise UserError(f"{folder} holds no samples; run the synthesis first")
+    return [sample for index in found for sample in read_chunk(folder, index)]
+
+
+def read_chunk(folder: str, index: int) -> list[Sample]:
+    """Reads one chunk.
+
+    Raises:
+      UserError: it differs from its checksum, or has none.
+    """
+    path = os.path.join(folder, chunk_name(index))
+    fix = "remove it and run the synthesis again"
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+        with open(_checksum_path(path), encoding="ascii") as file:
+            expected = file.read().split()[0]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be checked ({error}); {fix}") from error
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise UserError(f"{path} is torn: it differs from its checksum; {fix}")
+    try:
+        rows = [json.loads(line) for line in content.split(b"\n") if line]
+        return [Sample(**row) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} holds a row that is no sample ({error}); {fix}") from error
+
+
+def _checksum_path(path: str) -> str:
+    return path.removesuffix(".jsonl") + ".sha256"
+
+
+# ---- Guards.
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The samples kept for training and why others were not.
+
+    Attributes:
+      samples: the kept ones, in order.
+      skipped: reason -> number of samples that could not be used.
+      looping: number left out because they loop; a choice, not a fault.
+    """
+
+    samples: tuple[Sample, ...]
+    skipped: Mapping[str, int]
+    looping: int = 0
+
+
+def select_samples(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    keep_looping: bool = True,
+    max_skipped: float = MAX_SKIPPED,
+    template: str = "",
+) -> Corpus:
+    """Leaves out what cannot be trained on, and guards what remains.
+
+    Args:
+      samples: samples, in order.
+      max_tokens: longer ones are skipped.
+      keep_looping: whether looping answers stay.
+      max_skipped: the largest share that may be skipped.
+      template: name or hash of the chat template, for the errors.
+
+    Raises:
+      UserError: see `check_skipped` and `check_supervision`.
+    """
+    kept, skipped, looping = [], collections.Counter(), 0
+    for sample in samples:
+        if len(sample.tokens) > max_tokens:
+            skipped[f"longer than {max_tokens} tokens"] += 1
+        elif not sample.answer:
+            skipped["no answer tokens"] += 1
+        elif sample.looping and not keep_looping:
+            looping += 1
+        else:
+            kept.append(sample)
+    check_skipped(skipped, len(samples), max_skipped)
+    check_supervision(kept, template)
+    return Corpus(tuple(kept), dict(skipped), looping)
+
+
+def check_skipped(
+    skipped: Mapping[str, int],
+    total: int,
+    max_skipped: float = MAX_SKIPPED,
+    what: str = "corpus",
+) -> None:
+    """Stops when too many samples were skipped.
+
+    Raises:
+      UserError: more than `max_skipped` of `total` were, with the count of each
+        reason.
+    """
+    count = sum(skipped.values())
+    if count > max_skipped * total:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items()))
+        raise UserError(
+            f"{what}: {count} of {total} samples were skipped ({reasons}), more than "
+            f"{max_skipped:.1%}; fix the samples or the limit that skips them"
+        )
+
+
+def check_supervision(samples: Sequence[Sample], template: str = "") -> None:
+    """Stops when no token, or every token, of a corpus is supervised.
+
+    Raises:
+      UserError: naming the share and the template.
+    """
+    total = sum(len(sample.tokens) for sample in samples)
+    supervised = sum(len(sample.answer) for sample in samples)
+    named = f" (chat template {template})" if template else ""
+    if total == 0:
+        raise UserError(f"corpus{named} has no tokens left; add samples that can be used")
+    if supervised in (0, total):
+        raise UserError(
+            f"corpus{named}: {supervised / total:.0%} of {total} tokens are supervised; "
+            "the loss mask must cover the answers and not the prompts, so check "
+            "prompt_len and the template"
+        )

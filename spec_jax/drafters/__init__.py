@@ -1,0 +1,1 @@
+"""Floor 4: one file per drafter; each is a record of pure functions."""

@@ -1,0 +1,164 @@
+"""A drafter is a record of pure functions (design, section 5).
+
+`DraftState` is opaque to everyone else. `Proposal` is not: the planner sees
+only its confidence, the verifier only tokens and q. The target's embedding and
+head come in as `Frozen`: gradients flow through them, never into them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from spec_jax.core.block_layout import BlockLayout
+from spec_jax.core.errors import UserError
+from spec_jax.core.features import FeatureSchema
+
+
+@struct.dataclass
+class Frozen:
+    """What a drafter borrows from the target.
+
+    Attributes:
+      embed_VD: token embedding, target ids.
+      head_DU: LM head columns the drafter may propose.
+      target_ids_U: None for the full vocabulary, else the id of each column.
+    """
+
+    embed_VD: jnp.ndarray  # [V, D]
+    head_DU: jnp.ndarray  # [D, U]
+    target_ids_U: jnp.ndarray | None = None  # [U]
+
+
+@struct.dataclass
+class Rows:
+    """Rows the target has run, in order, for `prefill` and `extend`.
+
+    Attributes:
+      tokens_BT: the rows' input tokens.
+      next_tokens_BT: the token after each row (EAGLE's pairing); a chunk's edge
+        row carries the next known token.
+      features_BTLD: the rows' captured features.
+      start_B: absolute position of row 0.
+      length_B: rows that count (a prefix); the rest is padding.
+    """
+
+    tokens_BT: jnp.ndarray  # [B, T]
+    next_tokens_BT: jnp.ndarray  # [B, T]
+    features_BTLD: jnp.ndarray  # [B, T, L, D]
+    start_B: jnp.ndarray  # [B]
+    length_B: jnp.ndarray  # [B]
+
+
+@struct.dataclass
+class Batch:
+    """One training batch, padded to a static S.
+
+    Attributes:
+      tokens_BS: token ids.
+      supervised_BS: bool, tokens the target itself produced.
+      length_B: real tokens of each row.
+      features_BSLD: captured features (float; cast to float32 inside).
+      teacher_BSD: None, or post-norm last hidden states.
+    """
+
+    tokens_BS: jnp.ndarray  # [B, S]
+    supervised_BS: jnp.ndarray  # [B, S]
+    length_B: jnp.ndarray  # [B]
+    features_BSLD: jnp.ndarray  # [B, S, L, D]
+    teacher_BSD: jnp.ndarray | None = None  # [B, S, D]
+
+
+@struct.dataclass
+class TrainOutputs:
+    """What objectives read; rows X are blocks (B * N), M drafts each.
+
+    Attributes:
+      hidden_XMD: post-norm draft hidden rows, float32.
+      labels_XM: target ids the rows should predict.
+      valid_XM: 1.0 where the row is supervised, else 0.0.
+      anchors_BN: sampled anchor positions.
+    """
+
+    hidden_XMD: jnp.ndarray  # [X, M, D]
+    labels_XM: jnp.ndarray  # [X, M]
+    valid_XM: jnp.ndarray  # [X, M]
+    anchors_BN: jnp.ndarray  # [B, N]
+
+
+# draw(logits_BTU, first_row) -> (draft_ids_BT, TokenLaw): samples each row under
+# the request's transform and returns the law it drew from. Bound by
+# `decode.propose`; `first_row` keeps random streams apart when rows are drawn
+# one at a time (autoregressive drafters).
+Draw = Callable[[Any, int], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """One drafting algorithm, bound to its options and target sizes.
+
+    Attributes:
+      name: the module's name.
+      options: frozen, hashable options.
+      layout: block rows.
+      needs: features it conditions on.
+      topologies: what it can propose ("chain", ...).
+      init: key -> params.
+      init_state: (slots, allocated) -> state.
+      prefill: (params, frozen, state, Rows) -> state; a chunk of a prompt.
+      propose: (params, frozen, state, anchor_B, length_B, draw)
+        -> (Proposal, state).
+      extend: (params, frozen, state, Rows) -> state; absorbs the rows
+        a verify ran. Rows past `length_B` may be written but must stay
+        invisible: visibility follows the committed length.
+      train_outputs: (params, frozen, Batch, key) -> TrainOutputs.
+    """
+
+    name: str
+    options: Any
+    layout: BlockLayout
+    needs: FeatureSchema
+    topologies: tuple[str, ...]
+    init: Callable
+    init_state: Callable
+    prefill: Callable
+    propose: Callable
+    extend: Callable
+    train_outputs: Callable
+
+
+def load(name: str, options: dict | Any, target_spec) -> Drafter:
+    """Makes the drafter of `spec_jax.drafters.<name>`, or of a dotted path.
+
+    Args:
+      name: a module here ("dflash") or a dotted module path elsewhere.
+      options: that module's `Options`, or a dict of its fields.
+      target_spec: sizes of the target.
+
+    Raises:
+      UserError: no such drafter, or an unknown option.
+    """
+    path = name if "." in name else f"spec_jax.drafters.{name}"
+    try:
+        module = importlib.import_module(path)
+        options_type, make = module.Options, module.make
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"drafter.name={name!r} is not a drafter: {path} must be importable and "
+            "define Options and make(options, target_spec)"
+        ) from error
+    if isinstance(options, dict):
+        known = {f.name for f in dataclasses.fields(options_type)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise UserError(
+                f"drafter.options has unknown field {unknown[0]!r} for {name!r}; "
+                f"known fields: {', '.join(sorted(known))}"
+            )
+        options = options_type(**options)
+    return make(options, target_spec)

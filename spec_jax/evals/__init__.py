@@ -1,0 +1,1 @@
+"""Floor 7: what is measured, and the report a person reads."""

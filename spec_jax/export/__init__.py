@@ -1,0 +1,1 @@
+"""Floor 7: folders that other engines load, their readers, the golden round."""

@@ -1,0 +1,1 @@
+"""Floor 2: layers, rotary embedding, attention, the draft block backbone."""

@@ -1,0 +1,138 @@
+"""Attention of a block of rows over committed history plus the block itself.
+
+History lives in a slot cache `[N, B, G, A, C]`. It is read in KV blocks up to
+the batch's longest live length, so that a step costs what is live and not what
+is allocated. The block's own rows come as a dense visibility mask (chain,
+tree, draft block): one routine serves target verify, prefill chunks, plain
+decoding and a drafter's context attention. Softmax is accumulated online, in
+float32; a row that sees nothing yields zeros, never a uniform average.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.core import masks
+from spec_jax.core.shapes import bind
+
+KV_BLOCK = 128
+_LOW = -1e30
+
+
+def _accumulate(state, scores, values, visible):
+    """One online-softmax step; everything `[B, G, X, keys]` / `[B, G, X, C]`."""
+    top, total, out = state
+    scores = jnp.where(visible, scores, _LOW)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + weights.sum(-1)
+    out = out * shrink[..., None] + jnp.einsum("bgxk,bgkc->bgxc", weights, values)
+    return new_top, total, out
+
+
+def attend(
+    q_BTGPC,
+    block_k_BTGC,
+    block_v_BTGC,
+    visible_BTT,
+    cache_k_NBGAC,
+    cache_v_NBGAC,
+    layer,
+    history_B,
+    *,
+    query_pos_BT=None,
+    window: int | None = None,
+):
+    """Attends rows over `history_B` cached rows and over each other.
+
+    Args:
+      q_BTGPC: queries, P = H / G per KV head, already rotated.
+      block_k_BTGC: the rows' own keys (rotated); block_v_BTGC their values.
+      visible_BTT: [B or 1, T, T] bool, in-block visibility.
+      cache_k_NBGAC: cached keys of every layer; cache_v_NBGAC values.
+      layer: which layer to read (may be traced).
+      history_B: [B] cached rows each request may see (positions 0..len-1).
+      query_pos_BT: absolute positions, needed only with a window.
+      window: sliding window, or None.
+
+    Returns:
+      [B, T, G, P, C].
+    """
+    sizes = bind(q_BTGPC=q_BTGPC, block_k_BTGC=block_k_BTGC, history_B=history_B)
+    size_b, size_t, size_g, size_p, size_c = (sizes[x] for x in "BTGPC")
+    alloc = cache_k_NBGAC.shape[3]
+    step = min(KV_BLOCK, alloc)
+    dtype = q_BTGPC.dtype
+    q_BGXC = jnp.transpose(q_BTGPC, (0, 2, 1, 3, 4)).reshape(
+        size_b, size_g, size_t * size_p, size_c
+    ) * jnp.asarray(size_c**-0.5, dtype)
+
+    def rows(mask_BTK):
+        """[B, T, K] -> [B, 1, T * P, K]."""
+        repeated = jnp.repeat(mask_BTK, size_p, axis=1)
+        return repeated[:, None]
+
+    state = (
+        jnp.full((size_b, size_g, size_t * size_p), _LOW, jnp.float32),
+        jnp.zeros((size_b, size_g, size_t * size_p), jnp.float32),
+        jnp.zeros((size_b, size_g, size_t * size_p, size_c), jnp.float32),
+    )
+
+    def history_block(index, state):
+        start = jnp.minimum(index * step, alloc - step)
+        at = (layer, 0, 0, start, 0)
+        shape = (1, size_b, size_g, step, size_c)
+        k_BGKC = jax.lax.dynamic_slice(cache_k_NBGAC, at, shape)[0]
+        v_BGKC = jax.lax.dynamic_slice(cache_v_NBGAC, at, shape)[0]
+        key_row = start + jnp.arange(step)
+        # The last block may overlap its predecessor when A % step != 0.
+        seen_BTK = (
+            masks.committed(key_row[None, None], history_B[:, None, None])
+            & (key_row >= index * step)[None, None]
+        )
+        if window is not None:
+            seen_BTK = seen_BTK & masks.in_window(
+                query_pos_BT[..., None], key_row[None, None], window
+            )
+        seen_BTK = jnp.broadcast_to(seen_BTK, (size_b, size_t, step))
+        # Rows nobody may see can hold anything, NaN included.
+        v_BGKC = jnp.where(
+            masks.committed(key_row, history_B[:, None])[:, None, :, None], v_BGKC, 0
+        )
+        scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
+        return _accumulate(state, scores, v_BGKC.astype(jnp.float32), rows(seen_BTK))
+
+    longest = jnp.max(history_B)
+    num_blocks = (longest + step - 1) // step
+    state = jax.lax.fori_loop(0, num_blocks, history_block, state)
+
+    k_BGTC = jnp.swapaxes(block_k_BTGC, 1, 2)
+    v_BGTC = jnp.swapaxes(block_v_BTGC, 1, 2)
+    scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGTC).astype(jnp.float32)
+    visible_BTT = jnp.broadcast_to(visible_BTT, (size_b, size_t, size_t))
+    if window is not None:
+        visible_BTT = visible_BTT & masks.in_window(
+            query_pos_BT[:, :, None], query_pos_BT[:, None, :], window
+        )
+    _, total, out = _accumulate(
+        state, scores, v_BGTC.astype(jnp.float32), rows(visible_BTT)
+    )
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    out = out.reshape(size_b, size_g, size_t, size_p, size_c)
+    return jnp.transpose(out, (0, 2, 1, 3, 4)).astype(dtype)
+
+
+def write_rows(cache_NBGAC, rows_NBTGC, start_B):
+    """Writes every layer's rows at each request's own offset, in place.
+
+    One scatter after the layers have run: a cache that is only read while the
+    layers are scanned is never copied. Rows past the allocation are dropped
+    (context safety lives in `decode`).
+    """
+    rows_BTNGC = jnp.transpose(rows_NBTGC, (1, 2, 0, 3, 4)).astype(cache_NBGAC.dtype)
+    size_b, size_t = rows_BTNGC.shape[:2]
+    b_BT = jnp.broadcast_to(jnp.arange(size_b)[:, None], (size_b, size_t))
+    a_BT = start_B[:, None] + jnp.arange(size_t)[None]
+    return cache_NBGAC.at[:, b_BT, :, a_BT].set(rows_BTNGC, mode="drop")

@@ -1,0 +1,87 @@
+"""Vocabulary-wide terms, computed some rows at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.drafters.base import Frozen
+
+
+def in_chunks(fn, chunk_rows: int, *arrays):
+    """`fn(*arrays)` over the leading axis, at most `chunk_rows` rows at a time.
+
+    Each chunk is rematerialised in the backward pass, so only one chunk's
+    logits ever exist; a single chunk is not. Chunk i takes every n-th row from
+    row i: a leading axis that is sharded stays sharded inside every chunk.
+
+    Args:
+      fn: row-wise function of arrays `[rows, ...]` to a tree of `[rows, ...]`.
+      chunk_rows: rows at a time; 0: all.
+      *arrays: share their leading axis.
+    """
+    rows = arrays[0].shape[0]
+    if chunk_rows == 0 or rows <= chunk_rows:
+        return fn(*arrays)
+    chunks = -(-rows // chunk_rows)
+    size = -(-rows // chunks)
+
+    def cut(array):
+        pad = [(0, size * chunks - rows)] + [(0, 0)] * (array.ndim - 1)
+        padded = jnp.pad(array, pad).reshape(size, chunks, *array.shape[1:])
+        return jnp.moveaxis(padded, 1, 0)
+
+    def body(carry, chunk):
+        return carry, jax.checkpoint(fn)(*chunk)
+
+    _, out = jax.lax.scan(body, None, tuple(cut(array) for array in arrays))
+    return jax.tree.map(
+        lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:])[:rows], out
+    )
+
+
+def draft_columns(frozen: Frozen, labels_X):
+    """Head column of each target id, and whether it has one.
+
+    The draft vocabulary's ids ascend, so a binary search is the whole map.
+
+    Returns:
+      columns_X: int32, 0 where the id is not in the draft vocabulary.
+      known_X: bool.
+    """
+    if frozen.target_ids_U is None:
+        return labels_X, jnp.ones(labels_X.shape, bool)
+    size = frozen.target_ids_U.shape[0]
+    at_X = jnp.minimum(jnp.searchsorted(frozen.target_ids_U, labels_X), size - 1)
+    known_X = frozen.target_ids_U[at_X] == labels_X
+    return jnp.where(known_X, at_X, 0), known_X
+
+
+def label_terms(frozen: Frozen, hidden_XD, columns_X, chunk_rows: int = 0):
+    """Cross-entropy and top-1 hit of each row.
+
+    Args:
+      frozen: the borrowed head; no gradient enters it.
+      hidden_XD: post-norm rows.
+      columns_X: the label's head column.
+      chunk_rows: see `in_chunks`.
+
+    Returns:
+      ce_X: -log softmax at the label, float32.
+      hit_X: 1.0 where the label alone has the highest logit (a tie is a miss, so
+        that a head fed zeros does not look perfect).
+    """
+    head_DU = jax.lax.stop_gradient(frozen.head_DU)
+    ids_U = jnp.arange(head_DU.shape[1])
+
+    def terms(hidden_XD, columns_X):
+        logits_XU = jnp.matmul(
+            hidden_XD, head_DU, preferred_element_type=jnp.float32
+        ).astype(jnp.float32)
+        # A masked sum, not a gather: its gradient is a select, not a scatter.
+        label_X = jnp.where(ids_U == columns_X[:, None], logits_XU, 0.0).sum(-1)
+        norm_X = jax.nn.logsumexp(logits_XU, -1)
+        rank_X = (logits_XU >= label_X[:, None]).sum(-1)
+        return norm_X - label_X, (rank_X == 1).astype(jnp.float32)
+
+    return in_chunks(terms, chunk_rows, hidden_XD, columns_X)

@@ -1,0 +1,1 @@
+"""Floor 1: the mesh, its axis rules and multi-process start."""

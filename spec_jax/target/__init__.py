@@ -1,0 +1,1 @@
+"""Floor 3: decoder families, caches, loaders, tokenizer, feature taps."""

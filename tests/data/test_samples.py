@@ -1,0 +1,140 @@
+"""Token samples: chunk files, loops, and the guards on a corpus."""
+
+import dataclasses
+import os
+
+import pytest
+
+from spec_jax.core.errors import UserError
+from spec_jax.data import samples as lib
+from spec_jax.data.samples import Sample
+
+
+def test_looping_means_an_ngram_three_times():
+    gram = list(range(8))
+    assert lib.is_looping([*gram, 90, *gram, 91, *gram])
+    assert not lib.is_looping([*gram, 90, *gram, 91, *gram[:7]])
+    assert lib.is_looping([5] * 10) and not lib.is_looping([5] * 9)
+    assert not lib.is_looping([]) and not lib.is_looping(gram)
+    assert lib.is_looping([1, 2, 1, 2], n=2, times=2)
+
+
+def test_only_the_answer_is_searched_for_loops():
+    gram = list(range(8))
+    assert not lib.make_sample([*gram, *gram, *gram], gram, "x").looping
+    sample = lib.make_sample([1], [*gram, *gram, *gram], "x", 0.7)
+    assert sample.looping and sample.prompt_len == 1 and sample.temperature == 0.7
+    assert sample.answer == (*gram, *gram, *gram)
+
+
+def test_distinct_and_longest_run():
+    assert lib.distinct_ngrams([1, 2, 1, 2, 1]) == 2 / 4
+    assert lib.distinct_ngrams([1]) == 1.0
+    assert lib.longest_run([1, 1, 2, 2, 2, 1]) == 3
+    assert lib.longest_run([]) == 0 and lib.longest_run([4]) == 1
+
+
+def test_chunks_round_trip_in_index_order(tmp_path, tiny):
+    folder = str(tmp_path / "samples")
+    made = tiny.samples(9)
+    assert lib.list_chunks(folder) == []
+    for index in (2, 0, 1):
+        lib.write_chunk(folder, index, made[3 * index : 3 * index + 3])
+    assert lib.list_chunks(folder) == [0, 1, 2]
+    assert lib.read_samples(folder, num_chunks=3) == made
+    before = sorted(os.listdir(folder))
+    lib.write_chunk(folder, 1, made[3:6])  # the same again: nothing changes
+    assert lib.read_samples(folder) == made and sorted(os.listdir(folder)) == before
+    with pytest.raises(UserError, match="exists with other samples"):
+        lib.write_chunk(folder, 1, made[:3])
+    with pytest.raises(UserError, match="lacks 1 of 4 chunks.*samples-00003"):
+        lib.read_samples(folder, num_chunks=4)
+
+
+def test_a_listing_does_not_depend_on_the_file_system(tmp_path, tiny, monkeypatch):
+    folder = str(tmp_path)
+    made = tiny.samples(6)
+    for index in range(3):
+        lib.write_chunk(folder, index, made[2 * index : 2 * index + 2])
+    names = os.listdir(folder)
+    for shuffled in (sorted(names), sorted(names, reverse=True), names[3:] + names[:3]):
+        monkeypatch.setattr(lib.os, "listdir", lambda _, order=shuffled: order)
+        assert lib.read_samples(folder) == made
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no checksum", "swap"])
+def test_torn_chunks_are_refused_with_their_name(tmp_path, tiny, damage):
+    folder = str(tmp_path)
+    made = tiny.samples(4)
+    first = lib.write_chunk(folder, 0, made[:2])
+    second = lib.write_chunk(folder, 1, made[2:])
+    with open(first, "rb") as file:
+        content = file.read()
+    if damage == "truncate":
+        content = content[: content.index(b"\n") + 1]
+    elif damage == "flip":
+        content = content.replace(b'"prompt_len": ', b'"prompt_len":1', 1)
+    elif damage == "no checksum":
+        os.unlink(first.removesuffix(".jsonl") + ".sha256")
+    if damage == "swap":
+        os.replace(second, first)
+    else:
+        with open(first, "wb") as file:
+            file.write(content)
+    with pytest.raises(UserError, match="samples-00000.jsonl"):
+        lib.read_samples(folder)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_crash_while_writing_lists_nothing(tmp_path, tiny, monkeypatch, at):
+    calls = []
+    replace = os.replace
+
+    def crash(*args):
+        calls.append(args)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            lib.write_chunk(str(tmp_path), 0, tiny.samples(2))
+    assert lib.list_chunks(str(tmp_path)) == []
+    lib.write_chunk(str(tmp_path), 0, tiny.samples(3, seed=1))
+    assert lib.read_samples(str(tmp_path)) == tiny.samples(3, seed=1)
+
+
+def test_corpus_leaves_out_and_counts(tiny):
+    made = [dataclasses.replace(s, looping=i < 4) for i, s in enumerate(tiny.samples(300))]
+    empty = Sample(tokens=(1, 2), prompt_len=2, source="empty")
+    long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
+    corpus = lib.select_samples([*made, empty, long], 50, keep_looping=False)
+    assert corpus.samples == tuple(made[4:])
+    assert corpus.skipped == {"no answer tokens": 1, "longer than 50 tokens": 1}
+    assert corpus.looping == 4
+
+
+def test_more_than_one_percent_skipped_stops_with_reasons(tiny):
+    long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
+    made = tiny.samples(97)
+    with pytest.raises(UserError, match="3 of 100 .*3 longer than 50 tokens.*1.0%"):
+        lib.select_samples([*made, long, long, long], 50)
+    lib.select_samples([*made, *made, *made, long, long], 50)
+
+
+def test_supervised_share_of_none_or_all_stops():
+    none = [Sample((1, 2, 3), 3, "a"), Sample((1, 2), 2, "b")]
+    all_of_it = [Sample((1, 2, 3), 0, "a")]
+    with pytest.raises(UserError, match=r"chat template cafe.*0% of 5 tokens"):
+        lib.check_supervision(none, "cafe")
+    with pytest.raises(UserError, match="100% of 3 tokens"):
+        lib.check_supervision(all_of_it)
+    with pytest.raises(UserError, match="no tokens left"):
+        lib.select_samples([], 10)
+    lib.check_supervision([*none, *all_of_it])
+
+
+def test_prompt_len_must_lie_inside():
+    with pytest.raises(UserError, match="prompt_len=4"):
+        Sample((1, 2, 3), 4, "a")

@@ -1,0 +1,360 @@
+"""DFlash: visibility, labels, and training rows equal to serving rows.
+
+Every position of these sequences is an anchor (`num_anchors` is large enough),
+so that blocks overlap as much as they can.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.core.errors import UserError
+from spec_jax.drafters import base, dflash
+from spec_jax.nn import anchors, block
+from tests.support import drafting, oracles
+
+FULL, SLIDING = dflash.FULL, dflash.SLIDING
+KINDS = {
+    "full": {},
+    "sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6},
+    "mixed": {"layer_types": (SLIDING, FULL), "sliding_window": 5},
+    "narrow": {"layer_types": (FULL, SLIDING), "sliding_window": 2},
+    "all_causal": {"is_causal": True},
+    "never_causal": {
+        "layer_types": (SLIDING, FULL),
+        "sliding_window": 3,
+        "is_causal": False,
+    },
+    "no_qk_norm": {"qk_norm": False},
+    "own_heads": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "mlp_size": 20},
+}
+SIZE_S, SIZE_M = 24, 4
+ANCHORS = np.arange(1, SIZE_S - 1)
+KEY = jax.random.key(0)
+
+
+@functools.cache
+def build(kind="full", num_anchors=len(ANCHORS), num_draft=SIZE_M):
+    """Programs and stirred parameters of one variant."""
+    options = {
+        "num_layers": 2,
+        "num_draft": num_draft,
+        "mask_id": drafting.MASK_ID,
+        "num_anchors": num_anchors,
+        **KINDS[kind],
+    }
+    programs = drafting.Programs(base.load("dflash", options, drafting.TINY))
+    return programs, drafting.stir(programs.init(KEY))
+
+
+@functools.cache
+def frozen():
+    return drafting.make_frozen()
+
+
+def whole_batch(programs, size_b=1, seed=1):
+    """Rows of full length, all supervised but position 0."""
+    return drafting.make_batch(
+        programs.drafter, [SIZE_S] * size_b, SIZE_S, seed=seed, prompt=1
+    )
+
+
+def kinds_of(options):
+    """(causal, window) per layer, from the options' words."""
+    sliding = [name == SLIDING for name in options.layer_types]
+    return [
+        (
+            s if options.is_causal is None else options.is_causal,
+            options.sliding_window if s else None,
+        )
+        for s in sliding
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_logits_equal_serving_logits(kind):
+    programs, params = build(kind)
+    batch = whole_batch(programs)
+    out = programs.train(params, frozen(), batch, KEY)
+    np.testing.assert_array_equal(out.anchors_BN[0], ANCHORS)
+    train = np.asarray(out.hidden_XMD) @ frozen().head_DU
+    at = np.array([1, 2, 5, 9, 14, 20, 22])
+    slots = jax.tree.map(lambda x: np.repeat(x, len(at), 0), batch)
+    for widths in ([8], [3, 1, 8, 5]):
+        proposal, _ = programs.serve(
+            params, frozen(), slots, at, widths, bucket=8, allocated=SIZE_S + 6
+        )
+        served = proposal.law.logits_BTV
+        np.testing.assert_allclose(served, train[at - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed", "never_causal", "own_heads"])
+def test_a_block_matches_the_float64_oracle(kind):
+    programs, params = build(kind)
+    batch = whole_batch(programs)
+    anchor = 9
+    out = programs.train(params, frozen(), batch, KEY)
+    o = programs.drafter.options
+    rows = oracles.draft_block(
+        jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"]),
+        frozen().embed_VD,
+        batch.features_BSLD[0].astype(np.float64),
+        int(batch.tokens_BS[0, anchor]),
+        anchor,
+        o.mask_id,
+        SIZE_M + 1,
+        kinds=kinds_of(o),
+        num_heads=o.num_heads,
+        num_kv_heads=o.num_kv_heads,
+        head_dim=o.head_dim,
+        theta=o.rope_theta,
+        eps=o.norm_eps,
+    )
+    np.testing.assert_allclose(out.hidden_XMD[anchor - 1], rows[1:], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
+def test_a_feature_moves_no_block_at_or_before_it(kind):
+    programs, params = build(kind)
+    batch = whole_batch(programs)
+
+    def run(features):
+        moved = batch.replace(features_BSLD=features)
+        return np.asarray(programs.train(params, frozen(), moved, KEY).hidden_XMD)
+
+    before = run(batch.features_BSLD)
+    windows = [w for _, w in kinds_of(programs.drafter.options)]
+    widest = None if None in windows else max(windows)
+    for p in range(SIZE_S):
+        features = batch.features_BSLD.copy()
+        features[0, p] *= -3.0
+        change = np.abs(run(features) - before).max((1, 2))
+        assert (change[ANCHORS <= p] == 0.0).all(), f"feature {p} leaked"
+        reach = ANCHORS > p
+        if widest is not None:
+            reach &= ANCHORS - p < widest
+        assert (change[reach] > 1e-4).all(), f"feature {p} is not read"
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
+def test_visibility_by_gradient(kind):
+    programs, params = build(kind)
+    batch = whole_batch(programs)
+    layers = [
+        oracles.block_visibility(ANCHORS, SIZE_M + 1, SIZE_S, window)[0]
+        for _, window in kinds_of(programs.drafter.options)
+    ]
+    direction = jnp.arange(1.0, 33)
+
+    def rows(features):
+        moved = batch.replace(features_BSLD=features)
+        out = programs.drafter.train_outputs(params, frozen(), moved, KEY)
+        return (out.hidden_XMD @ direction).sum(-1)  # one number per block
+
+    jacobian = jax.jit(jax.jacrev(rows))(batch.features_BSLD)[:, 0]
+    reach = np.abs(jacobian).max((2, 3)) > 0
+    # Some row sees it in some layer; rows of a block reach each other.
+    want = np.any([seen.any(1) for seen in layers], axis=0)
+    np.testing.assert_array_equal(reach, want)
+
+
+def test_a_token_moves_only_the_block_it_anchors():
+    programs, params = build()
+    batch = whole_batch(programs)
+    before = np.asarray(programs.train(params, frozen(), batch, KEY).hidden_XMD)
+    tokens = batch.tokens_BS.copy()
+    tokens[0, 8] = (tokens[0, 8] + 1) % 67
+    moved = batch.replace(tokens_BS=tokens)
+    after = np.asarray(programs.train(params, frozen(), moved, KEY).hidden_XMD)
+    changed = np.abs(after - before).max((1, 2)) > 0
+    np.testing.assert_array_equal(changed, ANCHORS == 8)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "all_causal", "never_causal"])
+def test_rows_inside_a_block_see_what_their_layers_allow(kind):
+    programs, params = build(kind)
+    sizes = dflash.block_sizes(programs.drafter.options, drafting.TINY)
+    positions = np.arange(5)[None, None]
+    empty = np.zeros((1, 3, sizes.num_kv_heads, sizes.head_dim), np.float32)
+
+    def rows(x):
+        return block.run_blocks(
+            params["params"], sizes, x, positions, [empty] * 2, [empty] * 2,
+            np.zeros((1, 1), np.int32),
+        )[0, 0].sum(-1)  # fmt: skip
+
+    x = np.random.default_rng(2).normal(size=(1, 1, 5, 32)).astype(np.float32)
+    jacobian = jax.jit(jax.jacrev(rows))(x)[:, 0, 0]
+    reach = np.abs(jacobian).max(-1) > 0
+    seen = np.eye(5, dtype=int)
+    for causal, window in kinds_of(programs.drafter.options):
+        _, allowed = oracles.block_visibility([0], 5, 1, window, causal)
+        seen = allowed[0, :, 0].astype(int) @ seen
+    np.testing.assert_array_equal(reach, seen > 0)
+
+
+def test_labels_and_validity_match_loops():
+    programs, params = build()
+    batch = drafting.make_batch(programs.drafter, [SIZE_S, 13], SIZE_S, prompt=1)
+    batch.supervised_BS[0, 10:12] = False
+    out = programs.train(params, frozen(), batch, KEY)
+    for b, length in enumerate(batch.length_B):
+        rows = slice(b * len(ANCHORS), (b + 1) * len(ANCHORS))
+        supervised = batch.supervised_BS[b]
+        at = oracles.anchor_candidates(supervised, length)
+        ids, valid = oracles.labels(batch.tokens_BS[b], supervised, length, at, SIZE_M)
+        np.testing.assert_array_equal(out.anchors_BN[b, : len(at)], at)
+        got = np.asarray(out.valid_XM[rows])
+        np.testing.assert_array_equal(got[: len(at)] > 0, valid)
+        assert (got[len(at) :] == 0).all()
+        labels = np.where(valid, out.labels_XM[rows][: len(at)], 0)
+        np.testing.assert_array_equal(labels, ids)
+
+
+def test_anchors_are_uniform_sorted_distinct_candidates():
+    supervised = np.zeros((1, 16), bool)
+    supervised[0, [2, 3, 4, 7, 9, 10, 11, 12, 15]] = True
+    allowed = oracles.anchor_candidates(supervised[0], 12)
+    assert allowed == [2, 3, 9, 10]
+    rounds = 800
+    draw = jax.vmap(
+        lambda key: anchors.sample_anchors(key, supervised, np.array([12]), 3)
+    )
+    at, real = jax.jit(draw)(jax.random.split(KEY, rounds))
+    at = np.asarray(at)[:, 0]
+    assert np.asarray(real).all() and (np.diff(at) > 0).all()
+    counts = np.bincount(at.ravel(), minlength=16)
+    assert counts.sum() == counts[allowed].sum()
+    # Each of 4 candidates is kept with probability 3/4: sd sqrt(.1875 / 800) = .0153.
+    np.testing.assert_allclose(counts[allowed] / rounds, 0.75, atol=4 * 0.0153)
+
+
+def test_missing_anchors_weigh_nothing_whatever_their_number():
+    for num_anchors in (12, 50):
+        programs, params = build(num_anchors=num_anchors)
+        batch = drafting.make_batch(programs.drafter, [8, SIZE_S, 1], SIZE_S)
+        out = programs.train(params, frozen(), batch, KEY)
+        assert out.anchors_BN.shape == (3, num_anchors)
+        real = np.asarray(out.valid_XM).any(-1).reshape(3, -1).sum(1)
+        np.testing.assert_array_equal(real, [5, min(num_anchors, 21), 0])
+        assert np.isfinite(out.hidden_XMD).all()
+
+
+def test_anchors_do_not_depend_on_padding_or_on_the_cut():
+    programs, params = build(num_anchors=6)
+    batch = drafting.make_batch(programs.drafter, [20, 17, 22, SIZE_S], SIZE_S)
+    want = programs.train(params, frozen(), batch, KEY)
+    assert len({tuple(np.asarray(row)) for row in want.anchors_BN}) > 1
+    for first in (0, 2):
+        part = jax.tree.map(lambda x, f=first: x[f : f + 2], batch)
+        keys = anchors.row_keys(KEY, 2, first)
+        got = programs.train(params, frozen(), part, keys)
+        np.testing.assert_array_equal(
+            got.anchors_BN, want.anchors_BN[first : first + 2]
+        )
+    wider = jax.tree.map(
+        lambda x: np.pad(x, [(0, 0), (0, 7)][: x.ndim] + [(0, 0)] * (x.ndim - 2))
+        if x.ndim > 1
+        else x,
+        batch,
+    )
+    got = programs.train(params, frozen(), wider, KEY)
+    np.testing.assert_array_equal(got.anchors_BN, want.anchors_BN)
+    np.testing.assert_array_equal(got.valid_XM, want.valid_XM)
+    np.testing.assert_allclose(got.hidden_XMD, want.hidden_XMD, atol=1e-5)
+
+
+def test_fewer_drafts_are_served_with_the_same_weights():
+    programs, params = build()
+    few = dataclasses.replace(programs.drafter.options, num_draft=2)
+    served = drafting.Programs(dflash.make(few, drafting.TINY))
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(served.drafter.init, KEY))
+    assert shapes == jax.tree.map(jnp.shape, params)
+    batch = whole_batch(programs)
+    proposal, _ = served.serve(params, frozen(), batch, [9], [9], 9, SIZE_S)
+    assert proposal.tokens_BM.shape == (1, 2)
+    # Trained at two drafts it would give the same rows.
+    out = served.train(params, frozen(), batch, KEY)
+    train = np.asarray(out.hidden_XMD[8]) @ frozen().head_DU
+    np.testing.assert_allclose(proposal.law.logits_BTV[0], train, atol=1e-5)
+
+
+def test_a_reduced_vocabulary_proposes_target_ids():
+    ids = np.arange(1, 67, 5)
+    programs, params = build()
+    state = programs.drafter.init_state(2, 8)
+    proposal, _ = programs.propose(
+        params, drafting.make_frozen(target_ids=ids), state,
+        np.array([4, 5]), np.array([0, 0]),
+    )  # fmt: skip
+    np.testing.assert_array_equal(proposal.tokens_BM, ids[proposal.draft_ids_BM])
+    np.testing.assert_array_equal(proposal.law.target_ids_U, ids)
+
+
+def test_usable_stops_before_the_first_row_that_is_not_finite():
+    programs, params = build()
+    state = programs.drafter.init_state(1, 8)
+
+    def usable(poison):
+        def poisoned(frozen, hidden):
+            return poison(jnp.matmul(hidden, frozen.head_DU))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dflash, "head_logits", poisoned)
+            proposal, _ = programs.drafter.propose(
+                params, frozen(), state, np.array([4]), np.array([0]),
+                drafting.draw_greedy,
+            )  # fmt: skip
+        return int(proposal.usable_B[0])
+
+    assert usable(lambda x: x) == 4
+    # A token that can never be drawn is no reason to stop.
+    assert usable(lambda x: x.at[:, :, 9].set(-jnp.inf)) == 4
+    assert usable(lambda x: x.at[:, 2].set(-jnp.inf)) == 2
+    assert usable(lambda x: x.at[:, 1, 9].set(jnp.nan)) == 1
+    assert usable(lambda x: x.at[:, 0, 9].set(jnp.inf)) == 0
+
+
+def test_bfloat16_features_are_read_in_float32():
+    programs, params = build()
+    batch = whole_batch(programs)
+    narrow = batch.replace(features_BSLD=jnp.asarray(batch.features_BSLD, jnp.bfloat16))
+    wide = narrow.replace(features_BSLD=np.asarray(narrow.features_BSLD, np.float32))
+    got, want = (
+        programs.train(params, frozen(), b, KEY).hidden_XMD for b in (narrow, wide)
+    )
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mask_id": 67}, "mask_id=67"),
+        ({"mask_id": -1}, "mask_id=-1"),
+        ({"num_draft": 0}, "num_draft=0"),
+        ({"layer_ids": (1, 5)}, "layer_ids"),
+        ({"layer_types": ("full_attention",)}, "layer_types"),
+        ({"layer_types": ("full_attention", "linear")}, "layer_types"),
+        ({"layer_types": (SLIDING, FULL)}, "sliding_window=None"),
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"num_anchors": 0}, "num_anchors=0"),
+        ({"blocks": 3}, "blocks"),
+    ],
+)
+def test_bad_options_are_named(changes, says):
+    options = {"mask_id": 3, **changes}
+    with pytest.raises(UserError, match=says):
+        base.load("dflash", options, drafting.TINY)
+
+
+def test_default_layer_ids_follow_the_public_formula():
+    deep = dataclasses.replace(drafting.TINY, num_layers=36)
+    options = dflash.Options(mask_id=1)
+    assert dflash.resolve(options, deep).layer_ids == (1, 9, 17, 25, 33)
+    assert dflash.resolve(options, drafting.TINY).layer_ids == (1, 2, 3)

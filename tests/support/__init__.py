@@ -1,0 +1,1 @@
+"""What tests share: oracles, tiny targets and batches, a greedy draw."""

@@ -1,0 +1,130 @@
+"""Every recipe loads, converts, refuses unknown keys and is named in the README."""
+
+import importlib.util
+import os
+import pathlib
+import re
+
+import pytest
+
+from configs import common
+from experiments import run
+from spec_jax.config import loading, schema
+from spec_jax.core.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECIPES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "configs").rglob("*.py")
+    if path.name not in ("__init__.py", "common.py")
+)
+# What a recipe cannot have of its own: a folder that some run made.
+NEEDS = {"configs/bench/decode.py": ["--config.drafter=some/folder"]}
+
+
+def _load(path, *words):
+    options, name = run.parse([path, *NEEDS.get(path, ()), *words])
+    return loading.to_recipe(options.config), name
+
+
+def test_the_recipes_of_the_project_are_there():
+    assert {
+        "configs/quickstart.py",
+        "configs/tiny.py",
+        "configs/smollm2.py",
+        "configs/generate.py",
+        "configs/bench/round.py",
+        "configs/bench/decode.py",
+        "configs/bench/peers.py",
+    } <= set(RECIPES)
+
+
+@pytest.mark.parametrize("path", RECIPES)
+def test_recipe_loads_and_converts(path):
+    recipe, name = _load(path)
+    assert type(recipe) is schema.SCHEMAS[recipe.task]
+    hash(recipe)
+    assert name == path.removeprefix("configs/").removesuffix(".py").replace("/", "-")
+    # Every changed value is one that the base knows: nothing was invented.
+    for field, default, value in loading.changes(recipe, common.base_of(recipe)):
+        assert default != value
+        assert default is not None or "options" in field or "prompt_sets" in field
+
+
+@pytest.mark.parametrize("path", RECIPES)
+def test_recipe_refuses_unknown_keys_and_takes_overrides(path):
+    recipe, _ = _load(path, "--config.seed=5")
+    assert recipe.seed == 5
+    for word in ("--config.sed=5", "--config.serve.no_such_key=1"):
+        with pytest.raises(UserError, match="is not a key of this recipe"):
+            _load(path, word)
+    with pytest.raises(UserError, match=r"serve.temperature=-1.0 must be 0"):
+        _load(path, "--config.serve.temperature=-1")
+
+
+@pytest.mark.parametrize("path", RECIPES)
+def test_recipe_says_how_to_run_it(path):
+    module = importlib.util.module_from_spec(
+        spec := importlib.util.spec_from_file_location("recipe", ROOT / path)
+    )
+    spec.loader.exec_module(module)
+    words = module.__doc__
+    assert "python -m experiments.run" in words and "\nTime: " in words
+    if path != "configs/quickstart.py":
+        assert path in words
+    assert len((ROOT / path).read_text().split("\n")) <= 100
+
+
+def test_drafter_by_argument():
+    recipe, name = _load("configs/tiny.py:dflash")
+    assert name == "tiny-dflash" and recipe.drafter.name == "dflash"
+    assert recipe == _load("configs/tiny.py")[0]
+    with pytest.raises(UserError, match="drafter 'dflsh' is not a drafter"):
+        _load("configs/tiny.py:dflsh")
+
+
+def test_every_option_of_the_drafter_can_be_set():
+    recipe, _ = _load(
+        "configs/tiny.py",
+        "--config.drafter.options.num_heads=2",  # None without it: the target's own
+        "--config.drafter.options.layer_ids=(1,2)",
+        "--config.objective.kind=dpace",
+        "--config.mesh.fsdp=2",
+    )
+    options = recipe.drafter.options_dict()
+    assert options["num_heads"] == 2 and options["layer_ids"] == (1, 2)
+    assert dict(recipe.objective)["kind"] == "dpace" and dict(recipe.mesh)["fsdp"] == 2
+    assert _load("configs/tiny.py")[0].drafter.options_dict()["num_heads"] is None
+
+
+def test_options_fit_the_records_they_are_for():
+    from spec_jax.drafters import dflash
+    from spec_jax.objectives.records import ObjectiveOptions
+    from spec_jax.parallel.mesh import MeshOptions
+
+    for path in ("configs/quickstart.py", "configs/smollm2.py", "configs/tiny.py"):
+        recipe, _ = _load(path)
+        loading.to_dataclass(dflash.Options, recipe.drafter.options, "drafter.options")
+        loading.to_dataclass(ObjectiveOptions, recipe.objective, "objective")
+        loading.to_dataclass(MeshOptions, recipe.mesh, "mesh")
+
+
+def test_newest_export_is_of_a_finished_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert common.newest_export("smollm2-dflash") == ""
+    for i, name in enumerate(("aaaa", "bbbb", "cccc")):
+        folder = tmp_path / "runs" / f"smollm2-dflash-{name}"
+        (folder / "export").mkdir(parents=True)
+        if name != "cccc":  # a run that has not finished
+            (folder / "report.json").write_text("{}")
+            os.utime(folder / "report.json", (100 - i, 100 - i))
+    assert common.newest_export("smollm2-dflash") == "runs/smollm2-dflash-aaaa/export"
+
+
+def test_readme_names_every_recipe():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README yet")
+    words = readme.read_text("utf-8")
+    missing = [p for p in RECIPES if not re.search(re.escape(p) + r"\b", words)]
+    assert not missing, f"README.md names no {', '.join(missing)}"
