@@ -11,6 +11,7 @@ accept length: the engine that will serve decodes held-out prompts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -77,7 +78,7 @@ def make_drafter(cfg: schema.Pipeline, target: Target) -> Drafter:
     if cfg.target.source == "tiny" and "mask_id" in options:
         from experiments import tiny_target
 
-        options["mask_id"] = tiny_target.mask_id(target)
+        options["mask_id"] = target.tokenizer.id_of(tiny_target.MASK)
     return base.load(cfg.drafter.name, options, target.spec)
 
 
@@ -174,7 +175,11 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
 
 def synthesise(cfg, target, params, serve, drafter, workdir) -> synthesis.Synthesis:
     """Samples of the recipe, made by a plain engine of many slots."""
-    engine = serving.make_engine(target, params, serve, chunks_per_tick=OFFLINE_SLOTS)
+    engine = functools.cache(
+        lambda: serving.make_engine(
+            target, params, serve, chunks_per_tick=OFFLINE_SLOTS
+        )
+    )
     return synthesis.synthesise(
         target,
         engine,

@@ -1,10 +1,4 @@
-"""From a recipe's words to an engine that decodes: shared by every task.
-
-    target, params = load_serving_target(cfg.target)
-    exported = load_drafter(folder, target)
-    engine = make_engine(target, params, cfg.serve, exported)
-    engine.generate(prompts, settings_from(cfg.serve))
-"""
+"""From a recipe's words to an engine that decodes: shared by every task."""
 
 from __future__ import annotations
 
@@ -70,7 +64,10 @@ def serving_params(params: Any, *, layers_apart: bool | None = None) -> Any:
         layers_apart = jax.default_backend() == "cpu"
     if not layers_apart or model.is_apart(params):
         return params
-    return jax.jit(model.unstack_layers)(params)
+    tree = params["params"]
+    layers = {"params": {"layers": tree["layers"]}}
+    apart = jax.jit(model.unstack_layers)(layers)["params"]["layers"]
+    return {"params": {**tree, "layers": apart}}
 
 
 def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported:
@@ -91,6 +88,20 @@ def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported
         raise
     except ValueError as error:  # the block layout refuses num_draft
         raise UserError(str(error)) from error
+
+
+def new_drafter(cfg: Any, target: Target) -> Drafter:
+    """The drafter that a recipe with a `drafter` section describes, untrained.
+
+    Raises:
+      UserError: no such drafter, an unknown option, or one that does not fit.
+    """
+    options = cfg.drafter.options_dict()
+    if cfg.target.source == "tiny" and "mask_id" in options:
+        from experiments import tiny_target
+
+        options["mask_id"] = tiny_target.mask_id(target)
+    return base.load(cfg.drafter.name, options, target.spec)
 
 
 def make_engine(

@@ -66,7 +66,7 @@ def user_turn_prefix(target: Target, system: str = "") -> list[int]:
 
 def synthesise_prompts(
     target: Target,
-    engine: Engine,
+    engine: Callable[[], Engine],
     data: schema.Data,
     seed: int,
     folder: pathlib.Path,
@@ -89,7 +89,7 @@ def synthesise_prompts(
                 )
                 for i in range(GROUP)
             ]
-            made = engine.generate([prefix] * GROUP, settings)
+            made = engine().generate([prefix] * GROUP, settings)
             turns = [
                 sample_files.make_sample(
                     prefix, g.tokens, f"turn/{group}/{i}", data.synth_temperature
@@ -121,7 +121,7 @@ def synthesise_prompts(
 
 def gather_prompts(
     target: Target,
-    engine: Engine,
+    engine: Callable[[], Engine],
     data: schema.Data,
     seed: int,
     folder: pathlib.Path,
@@ -129,19 +129,18 @@ def gather_prompts(
 ) -> tuple[list, list]:
     """Prompts to train on and prompts held out, in a seeded order."""
     from_file: list = []
-    if data.prompts:
-        limit = data.max_file_prompts or None
-        from_file = (
-            prompt_files.builtin_prompts(limit)
-            if data.prompts == "builtin"
-            else prompt_files.read_prompts(data.prompts, limit)
-        )
+    if data.prompts == "builtin":
+        from_file = prompt_files.builtin_prompts()
+    elif data.prompts:
+        from_file = prompt_files.read_prompts(data.prompts)
+    # Shuffled before it is cut: a larger max_file_prompts only adds prompts.
+    from_file = _shuffled(from_file, seed, 2)[: data.max_file_prompts or None]
     made = synthesise_prompts(target, engine, data, seed, folder, say)
-    order = np.random.default_rng([seed, 2])
     if from_file and not data.train_on_prompts:
         return made, from_file[: data.held_out]
-    everything = [*from_file, *made]
-    shuffled = [everything[i] for i in order.permutation(len(everything))]
+    shuffled = [*from_file, *made]
+    if from_file and made:
+        shuffled = _shuffled(shuffled, seed, 6)
     if len(shuffled) <= data.held_out:
         raise UserError(
             f"data.held_out={data.held_out} leaves nothing of {len(shuffled)} prompts "
@@ -152,7 +151,7 @@ def gather_prompts(
 
 def synthesise(
     target: Target,
-    engine: Engine,
+    engine: Callable[[], Engine],
     data: schema.Data,
     seed: int,
     folder: pathlib.Path,
@@ -163,7 +162,8 @@ def synthesise(
 
     Args:
       target: the frozen target.
-      engine: decodes plainly over the same target.
+      engine: makes (once) an engine that decodes plainly over the same target;
+        not called when everything is there.
       data: what to make.
       seed: of prompts, settings and order.
       folder: where groups are kept.
@@ -174,6 +174,8 @@ def synthesise(
       UserError: no usable prompts, or a torn sample file.
     """
     started = time.monotonic()
+    if data.samples:
+        return _from_file(target, data, seed)
     train, held = gather_prompts(target, engine, data, seed, folder, say)
     room = data.max_tokens - data.max_new_tokens
 
@@ -204,7 +206,7 @@ def synthesise(
         part = pairs[first : first + GROUP]
         if group not in done:
             settings = [_answer_settings(data, seed, group, i) for i in range(len(part))]
-            made = engine.generate([ids for _, ids in part], settings)
+            made = engine().generate([ids for _, ids in part], settings)
             chunk = [
                 sample_files.make_sample(ids, g.tokens, p.source, s.temperature)
                 for (p, ids), g, s in zip(part, made, settings, strict=True)
@@ -233,6 +235,31 @@ def synthesise(
     )
 
 
+def _from_file(target: Target, data: schema.Data, seed: int) -> Synthesis:
+    """Samples made before; a seeded share of their prompts is held out."""
+    samples = sample_files.read_file(data.samples, target.spec.vocab_size)
+    order = np.random.default_rng([seed, 5]).permutation(len(samples))
+    if len(samples) <= data.held_out:
+        raise UserError(
+            f"data.held_out={data.held_out} leaves nothing of the {len(samples)} samples "
+            f"in {data.samples}; hold out fewer"
+        )
+    held = [samples[i] for i in order[: data.held_out]]
+    corpus = sample_files.select_samples(
+        [samples[i] for i in order[data.held_out :]],
+        data.max_tokens,
+        keep_looping=not data.drop_looping,
+        max_skipped=1.0,
+    )
+    return Synthesis(
+        train=corpus.samples,
+        held_out=tuple(s.tokens[: s.prompt_len] for s in held),
+        seconds=0.0,
+        answer_tokens=sum(len(s.answer) for s in corpus.samples),
+        looping=corpus.looping,
+    )
+
+
 def _answer_settings(data: schema.Data, seed: int, group: int, index: int) -> Settings:
     greedy = np.random.default_rng([seed, 3, group, index]).random() < data.greedy_share
     return Settings(
@@ -241,6 +268,11 @@ def _answer_settings(data: schema.Data, seed: int, group: int, index: int) -> Se
         top_p=1.0 if greedy else data.answer_top_p,
         seed=_seed(seed, 4, group, index),
     )
+
+
+def _shuffled(items: list, seed: int, use: int) -> list:
+    order = np.random.default_rng([seed, use]).permutation(len(items))
+    return [items[i] for i in order]
 
 
 def _seed(*parts: int) -> int:

@@ -109,6 +109,19 @@ def test_options_fit_the_records_they_are_for():
         loading.to_dataclass(MeshOptions, recipe.mesh, "mesh")
 
 
+def test_choices_are_those_of_the_modules_that_make_them_real():
+    from spec_jax.target.loading import DTYPES
+    from spec_jax.train import optimiser
+
+    for kind in optimiser.KINDS:
+        assert schema.Train(optimiser=kind).optimiser == kind
+    for schedule in optimiser.SCHEDULES:
+        assert schema.Train(schedule=schedule).schedule == schedule
+    assert schema.DTYPES == DTYPES
+    with pytest.raises(UserError, match="'adamw', 'muon'"):
+        schema.Train(optimiser="sgd")
+
+
 def test_newest_export_is_of_a_finished_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert common.newest_export("smollm2-dflash") == ""

@@ -102,12 +102,11 @@ def violations(path: str, text: str, drafters: frozenset[str] = frozenset()):
             other = words[1]
             if (folder, other) in NEVER:
                 broken(f"{folder} never imports {other}")
-            elif other in FLOORS and other != folder:
-                if FLOORS[other] >= FLOORS[folder]:
-                    broken(
-                        f"{other} is floor {FLOORS[other]}, not below {folder}, "
-                        f"floor {FLOORS[folder]}"
-                    )
+            elif other != folder and FLOORS.get(other, -1) >= FLOORS[folder]:
+                broken(
+                    f"{other} is floor {FLOORS[other]}, not below {folder}, "
+                    f"floor {FLOORS[folder]}"
+                )
         if folder == "core" and words[0] != "spec_jax" and not _core_may(words):
             broken("core imports numpy, jax and flax.struct only")
         if folder == "drafters" and top == "spec_jax":

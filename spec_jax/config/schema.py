@@ -103,10 +103,10 @@ class TinyTarget:
     head_dim: int = 16
     max_context: int = 512
     family: str = "llama"
-    train_steps: int = 300
-    batch: int = 32
+    train_steps: int = 450
+    batch: int = 8
     seq_len: int = 64
-    lr: float = 3e-3
+    lr: float = 6e-3
 
     def __post_init__(self):
         _at_least(2, "target.tiny", self, "num_layers")
@@ -274,8 +274,8 @@ class Train:
       lr: peak learning rate.
       warmup_fraction: share of the steps spent warming up.
       schedule: "cosine", "constant" or "wsd" (warm up, stay, decay).
-      optimiser: "adamw" or "lion".
-      weight_decay: decoupled; norms and biases are left out.
+      optimiser: "adamw" or "muon".
+      weight_decay: decoupled, on matrices only.
       clip: global norm of the gradients; 0 leaves them alone.
       log_every: steps between two loss lines.
       eval_every: steps between two served accept lengths.
@@ -313,7 +313,7 @@ class Train:
         _at_least(0, "train", self, "weight_decay", "clip", "max_minutes")
         _share("train", self, "warmup_fraction")
         _one_of("train", self, "schedule", ("cosine", "constant", "wsd"))
-        _one_of("train", self, "optimiser", ("adamw", "lion"))
+        _one_of("train", self, "optimiser", ("adamw", "muon"))
         _check(self.lr > 0, "train.lr", self.lr, "must be above 0")
 
 
@@ -548,15 +548,23 @@ class BenchRound(_Common):
 
     Attributes:
       drafter: timed with random weights: a time does not depend on them.
+      serve: its sampling values are those of the sampled round; the greedy one
+        is timed beside it.
     """
 
     task: str = "bench_round"
     drafter: Drafter = Drafter()
-    serve: Serve = Serve(slots=1)
+    serve: Serve = Serve(slots=1, temperature=1.0, top_p=0.9)
     bench: Bench = Bench()
 
     def __post_init__(self):
         super().__post_init__()
+        _check(
+            self.serve.temperature > 0,
+            "serve.temperature",
+            self.serve.temperature,
+            "must be above 0: it is the sampled round's",
+        )
         widest = self.bench.context + max(self.bench.widths)
         _check(
             widest <= self.serve.max_context,

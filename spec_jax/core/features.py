@@ -45,10 +45,11 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
       UserError: naming the ids and the allowed range.
     """
     ids = tuple(layer_ids)
-    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
+    last = num_layers - 2
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > last:
         raise UserError(
             f"drafter.layer_ids={ids} must be ascending 0-based layer outputs between "
-            f"0 and {num_layers - 2} (the last layer, {num_layers - 1}, is never captured)"
+            f"0 and {last} (the last layer, {num_layers - 1}, is never captured)"
         )
 
 

@@ -23,7 +23,9 @@ class Use(enum.IntEnum):
     FIRST = 3
 
 
-def round_uniforms(seed_B, round_B, use: Use, num_rows: int, child: int = 0):
+def round_uniforms(
+    seed_B, round_B, use: Use, num_rows: int, child: int = 0, needed=True
+):
     """Uniforms in [0, 1) for each row of each request's round.
 
     Args:
@@ -32,6 +34,8 @@ def round_uniforms(seed_B, round_B, use: Use, num_rows: int, child: int = 0):
       use: which draw.
       num_rows: rows drawn.
       child: rank among siblings (trees).
+      needed: scalar bool (may be traced): False gives zeros and draws nothing,
+        for a batch whose decisions are all deterministic.
 
     Returns:
       [B, num_rows] float32.
@@ -45,4 +49,10 @@ def round_uniforms(seed_B, round_B, use: Use, num_rows: int, child: int = 0):
             jnp.arange(num_rows)
         )
 
-    return jax.vmap(one)(seed_B, round_B)
+    if needed is True:
+        return jax.vmap(one)(seed_B, round_B)
+    return jax.lax.cond(
+        needed,
+        lambda: jax.vmap(one)(seed_B, round_B),
+        lambda: jnp.zeros((seed_B.shape[0], num_rows), jnp.float32),
+    )

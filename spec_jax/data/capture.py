@@ -182,11 +182,12 @@ def capture(
                 report()
             bad = [shard[i].source for i, one in enumerate(stored) if one is None]
             not_finite += len(bad)
-            if not_finite > max(1, MAX_NOT_FINITE * len(samples)):
+            if bad and not_finite > max(1, MAX_NOT_FINITE * len(samples)):
                 raise UserError(
-                    f"features of {not_finite} of {len(samples)} samples are not finite "
-                    f"in {dtype} (the last one is {(bad or ['an earlier one'])[-1]}), more "
-                    f"than {MAX_NOT_FINITE:.1%}; store a wider dtype or check the target"
+                    f"features of {not_finite} of {len(samples)} samples, "
+                    f"{', '.join(bad[:3])} among them, are not finite in {dtype}: more "
+                    f"than {MAX_NOT_FINITE:.1%}; store a wider dtype or check the "
+                    "target"
                 )
             kept = [one for one in stored if one is not None]
             writer.write_shard(index, kept, {"not finite": bad})
@@ -226,7 +227,7 @@ def _check_request(
         if value < 1:
             raise UserError(f"capture.{name}={value} must be at least 1")
     if not buckets or buckets[0] < 1:
-        raise UserError(f"capture.buckets={buckets} must be lengths of at least 1 token")
+        raise UserError(f"capture.buckets={buckets} must be lengths of 1 token or more")
     check_layer_ids(schema.layer_ids, spec.num_layers)
     facts = {
         "target_fingerprint": target.fingerprint,
@@ -253,8 +254,9 @@ def _check_request(
             )
         if len(sample.tokens) > buckets[-1]:
             raise UserError(
-                f"sample {sample.source} has {len(sample.tokens)} tokens, more than the "
-                f"largest of capture.buckets, {buckets[-1]}; add a bucket or leave it out"
+                f"sample {sample.source} has {len(sample.tokens)} tokens, more than "
+                f"{buckets[-1]}, the largest of capture.buckets; add a bucket or leave "
+                "it out"
             )
 
 
@@ -288,8 +290,13 @@ def _run_batch(
         length_B[row] = len(sample.tokens)
     features, teacher, finite_B, low_BL, high_BL = jax.device_get(
         _forward_rows(
-            target.spec, params, tokens_BT, length_B, schema.layer_ids,
-            schema.teacher, dtype,
+            target.spec,
+            params,
+            tokens_BT,
+            length_B,
+            schema.layer_ids,
+            schema.teacher,
+            dtype,
         )
     )
     stored: list[StoredSample | None] = []

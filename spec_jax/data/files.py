@@ -14,9 +14,7 @@ TEMPORARY = ".writing-"
 def write_atomically(path: str, content: bytes) -> None:
     """Writes `content` under a temporary name, syncs it, renames it to `path`."""
     folder = os.path.dirname(path) or "."
-    temporary = os.path.join(
-        folder, f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
-    )
+    temporary = os.path.join(folder, f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -62,9 +62,7 @@ class PipelineOptions:
     def __post_init__(self):
         for name in ("batch_size", "seq_len", "num_threads", "prefetch"):
             if getattr(self, name) < 1:
-                raise UserError(
-                    f"data.{name}={getattr(self, name)} must be at least 1"
-                )
+                raise UserError(f"data.{name}={getattr(self, name)} must be at least 1")
         if self.num_epochs is not None and self.num_epochs < 1:
             raise UserError(
                 f"data.num_epochs={self.num_epochs} must be at least 1, or None"

@@ -52,7 +52,8 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
     path = os.path.expanduser(path)
     if not path.endswith((".jsonl", ".jsonl.gz")):
         raise UserError(
-            f"data.prompts={path!r} is not a prompt file; name a .jsonl or .jsonl.gz file"
+            f"data.prompts={path!r} is not a prompt file; name a .jsonl or .jsonl.gz "
+            "file"
         )
     try:
         with open(path, "rb") as file:
@@ -88,6 +89,7 @@ def render_prompt(
     *,
     mask_id: int = -1,
     context: int | None = None,
+    thinking: bool = False,
 ) -> list[int]:
     """Token ids of a prompt, through the target's chat template.
 
@@ -97,6 +99,7 @@ def render_prompt(
       mask_id: the drafter's mask token, which must not be in a prompt; -1
         without one.
       context: the most tokens the prompt may have (default: no check).
+      thinking: the template's thinking switch.
 
     Returns:
       Ids up to the opened assistant turn.
@@ -106,12 +109,16 @@ def render_prompt(
         it, more tokens than `context`, or a target without a template.
     """
     for i, message in enumerate(prompt.messages):
-        if isinstance(message.get("content"), str) and not message["content"].strip():
+        content = message.get("content")
+        if isinstance(content, str) and not content.strip():
             raise UserError(
-                f"prompt {prompt.source}: messages[{i}].content is empty; write a prompt"
+                f"prompt {prompt.source}: messages[{i}].content is empty; write a "
+                "prompt"
             )
     try:
-        ids = encode_chat(target.tokenizer, target.chat_template, prompt.messages)
+        ids = encode_chat(
+            target.tokenizer, target.chat_template, prompt.messages, thinking=thinking
+        )
     except UserError as error:
         raise UserError(f"prompt {prompt.source}: {error}") from error
     if mask_id in ids:
@@ -142,14 +149,14 @@ def _parse(content: bytes, name: str, limit: int | None) -> list[Prompt]:
             row = json.loads(line.decode("utf-8"))
         except ValueError as error:
             raise UserError(
-                f"data.prompts: line {source} is not JSON in UTF-8 ({error}); write one "
-                "JSON object per line"
+                f"data.prompts: line {source} is not JSON in UTF-8 ({error}); write "
+                "one JSON object per line"
             ) from error
         prompts.append(user_prompt(_text_of(row, source), source))
     if not prompts:
         raise UserError(
-            f"data.prompts: {name} holds no prompt; write one JSON object per line with "
-            f"one of the fields {', '.join(FIELDS)}"
+            f"data.prompts: {name} holds no prompt; write one JSON object per line "
+            f"with one of the fields {', '.join(FIELDS)}"
         )
     return prompts
 

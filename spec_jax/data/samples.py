@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
@@ -200,7 +201,45 @@ def read_chunk(folder: str, index: int) -> list[Sample]:
         rows = [json.loads(line) for line in content.split(b"\n") if line]
         return [Sample(**row) for row in rows]
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} holds a row that is no sample ({error}); {fix}") from error
+        raise UserError(f"{path} holds no sample in a row ({error}); {fix}") from error
+
+
+def read_file(path: str, vocab_size: int) -> list[Sample]:
+    """Reads samples made elsewhere: `.jsonl` or `.jsonl.gz`, one object a line.
+
+    Args:
+      path: rows with `tokens` (or `token_ids`) and `prompt_len`.
+      vocab_size: V of the target that is said to have made them.
+
+    Raises:
+      UserError: no such file, a row without those fields, or an id outside V.
+    """
+    opener = gzip.open if path.endswith(".gz") else open
+    found = []
+    try:
+        with opener(path, "rb") as file:
+            lines = file.read().split(b"\n")
+        for number, line in enumerate(lines):
+            if not line:
+                continue
+            row = json.loads(line)
+            tokens = row["tokens"] if "tokens" in row else row["token_ids"]
+            length = row["prompt_len"]
+            found.append(
+                make_sample(tokens[:length], tokens[length:], f"{path}:{number}")
+            )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"data.samples={path!r} cannot be read ({type(error).__name__}: {error}); "
+            "each line needs tokens and prompt_len"
+        ) from error
+    top = max((t for s in found for t in s.tokens), default=-1)
+    if not found or top >= vocab_size:
+        raise UserError(
+            f"data.samples={path!r} holds {len(found)} samples with ids up to {top}; "
+            f"the target has {vocab_size} tokens"
+        )
+    return found
 
 
 def _checksum_path(path: str) -> str:
@@ -291,10 +330,10 @@ def check_supervision(samples: Sequence[Sample], template: str = "") -> None:
     supervised = sum(len(sample.answer) for sample in samples)
     named = f" (chat template {template})" if template else ""
     if total == 0:
-        raise UserError(f"corpus{named} has no tokens left; add samples that can be used")
+        raise UserError(f"corpus{named} has no tokens left; add usable samples")
     if supervised in (0, total):
         raise UserError(
-            f"corpus{named}: {supervised / total:.0%} of {total} tokens are supervised; "
-            "the loss mask must cover the answers and not the prompts, so check "
-            "prompt_len and the template"
+            f"corpus{named}: {supervised / total:.0%} of {total} tokens are "
+            "supervised; the loss mask must cover the answers and not the prompts, so "
+            "check prompt_len and the template"
         )

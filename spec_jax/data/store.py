@@ -180,11 +180,13 @@ class StoreWriter:
         _check_layout(contract, layout)
         self.path, self.layout, self._contract = path, layout, contract
         os.makedirs(path, exist_ok=True)
-        self._lock = open(os.path.join(path, _LOCK), "ab")
+        self._lock: int | None = os.open(
+            os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT, 0o666
+        )
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.close()
+            self.close()
             raise UserError(
                 f"feature store {path!r} is being written by another process; wait for "
                 "it, or use another folder"
@@ -205,7 +207,9 @@ class StoreWriter:
 
     def close(self) -> None:
         """Lets another writer in."""
-        self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_shard(
         self,
@@ -291,13 +295,14 @@ class StoreWriter:
             return {}
         contract, layout, shards = _read_index(self.path)
         require_same(self._contract, contract, f"feature store {self.path!r}")
-        for field in dataclasses.fields(Layout):
-            ours, theirs = getattr(self.layout, field.name), getattr(layout, field.name)
+        names = [field.name for field in dataclasses.fields(Layout)]
+        for name in sorted(names, key=lambda name: name != "made_from"):
+            ours, theirs = getattr(self.layout, name), getattr(layout, name)
             if ours != theirs:
                 raise UserError(
-                    f"feature store {self.path!r} cannot be continued: its {field.name} "
-                    f"is {theirs!r}, this capture's is {ours!r}; use another folder or "
-                    "remove the store"
+                    f"feature store {self.path!r} cannot be continued: its "
+                    f"{name} is {theirs!r}, this capture's is {ours!r}; use another "
+                    "folder or remove the store"
                 )
         return shards
 
@@ -451,8 +456,8 @@ class FeatureStore:
             for file, _, digest in self._shards[shard]["files"].values():
                 if sha256_of(os.path.join(self.path, file)) != digest:
                     raise UserError(
-                        f"{where} cannot be trusted: {file} (shard {shard}) differs from "
-                        f"its checksum; {_FIX}"
+                        f"{where} cannot be trusted: {file} (shard {shard}) differs "
+                        f"from its checksum; {_FIX}"
                     )
             self._checked.add(shard)
 
@@ -497,7 +502,9 @@ def open_store(
     for shard, entry in shards.items():
         _check_sizes(path, shard, entry, f"feature store {path!r}")
     if not any(entry["samples"] for entry in shards.values()):
-        raise UserError(f"feature store {path!r} holds no samples; run the capture again")
+        raise UserError(
+            f"feature store {path!r} holds no samples; run the capture again"
+        )
     store = FeatureStore(path, contract, layout, shards)
     if verify:
         store.verify()

@@ -1,7 +1,7 @@
 """A small language of our own: its words, its tokenizer, its conversations.
 
 The tiny recipes train a small target on it for some seconds. A question is
-answered in one to three dozen tokens, of four kinds: counting, adding, saying a
+answered in two to four dozen tokens, of four kinds: counting, adding, saying a
 list again, and telling a story. Much of an answer follows from its question
 (numbers, names, a list's order), and some does not (which colour, which place,
 where a story turns), so that a drafter can be right often and not always.
@@ -42,29 +42,76 @@ TEMPLATE = (
     "{% endif %}"
 )
 
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen "
-    "fourteen fifteen sixteen seventeen eighteen nineteen twenty"
-).split()
-NAMES = "Ada Ben Cleo Dan Eva Finn".split()
-ANIMALS = "fox owl bear crab goat swan".split()
-COLOURS = "red blue green grey white black".split()
-PLACES = "forest river garden hill".split()
-THINGS = "apple bell coin drum egg flag lamp nut".split()
+NUMBERS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
+NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn"]
+ANIMALS = ["fox", "owl", "bear", "crab", "goat", "swan"]
+COLOURS = ["red", "blue", "green", "grey", "white", "black"]
+PLACES = ["forest", "river", "garden", "hill"]
+THINGS = ["apple", "bell", "coin", "drum", "egg", "flag", "lamp", "nut"]
 
 # What a story's animal mostly is, and where it mostly lives: (colour, place).
-_HABITS = dict(zip(ANIMALS, zip(COLOURS, PLACES + PLACES[:2], strict=True), strict=True))
+_HABITS = dict(
+    zip(ANIMALS, zip(COLOURS, PLACES + PLACES[:2], strict=True), strict=True)
+)
 # What a child mostly carries, and how it mostly feels.
 _CARRIED = dict(zip(NAMES, THINGS, strict=False))
+_FRIENDS = dict(zip(ANIMALS, NAMES[::-1], strict=True))
 _MOODS = ("happy", "tired")
 _MOST = 0.8  # how often "mostly" is
 
-_FIRST_WORDS = "Add Count Say Tell Counting First Then Last Adding Saying A".split()
-_OTHER_WORDS = (
-    "from to down and is that plus numbers again backwards list in order a about story "
-    "the met went gave it an home was there lived at had day with they Then First Last "
-    "said me you please too"
-).split()
+_FIRST_WORDS = ["Add", "Count", "Say", "Tell", "Counting", "First", "Adding", "Saying"]
+_OTHER_WORDS = [
+    "from",
+    "to",
+    "down",
+    "and",
+    "is",
+    "plus",
+    "again",
+    "backwards",
+    "list",
+    "a",
+    "about",
+    "the",
+    "met",
+    "went",
+    "gave",
+    "it",
+    "home",
+    "was",
+    "with",
+    "they",
+    "Then",
+    "First",
+    "Last",
+    "lived",
+    "there",
+    "It",
+    "me",
+    "too",
+]
 _ROLES = ("user", "assistant", "system")
 
 
@@ -153,7 +200,7 @@ def make_rows(
 
 
 def _count(rng: np.random.Generator) -> tuple[str, str]:
-    length = int(rng.integers(4, 13))
+    length = int(rng.integers(6, 16))
     first = int(rng.integers(0, 21 - length))
     numbers = NUMBERS[first : first + length]
     down = rng.random() < 0.4
@@ -168,7 +215,7 @@ def _count(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _add(rng: np.random.Generator) -> tuple[str, str]:
-    start, *steps = (int(x) for x in rng.integers(1, 6, int(rng.integers(3, 5))))
+    start, *steps = (int(x) for x in rng.integers(1, 5, int(rng.integers(4, 6))))
     total, sums = start, []
     for step in steps:
         sums.append(f"{NUMBERS[total]} plus {NUMBERS[step]} is {NUMBERS[total + step]}")
@@ -182,11 +229,11 @@ def _add(rng: np.random.Generator) -> tuple[str, str]:
 
 def _say(rng: np.random.Generator) -> tuple[str, str]:
     pool = (COLOURS, THINGS, NAMES)[int(rng.integers(3))]
-    words = [str(w) for w in rng.choice(pool, int(rng.integers(3, 6)), replace=False)]
+    words = [str(w) for w in rng.choice(pool, int(rng.integers(4, 7)), replace=False)]
     listed = _join(words)
     question = f"Say {listed} again."
     answer = f"Saying the list again: {listed}."
-    if rng.random() < 0.5:
+    if rng.random() < 0.7:
         answer += f" Then backwards: {_join(words[::-1])}."
     return question, answer
 
@@ -196,14 +243,19 @@ def _tell(rng: np.random.Generator) -> tuple[str, str]:
     colour, place = _HABITS[animal]
     colour = _mostly(rng, colour, COLOURS)
     place = _mostly(rng, place, PLACES)
+    second = _mostly(rng, ANIMALS[ANIMALS.index(animal) - 1], ANIMALS)
     thing = _mostly(rng, _CARRIED[name], THINGS)
     mood = _mostly(rng, _MOODS[NAMES.index(name) % 2], _MOODS)
     meeting = f"First {name} went to the {place} and met a {colour} {animal}."
+    friend = _mostly(rng, _FRIENDS[animal], NAMES)
+    living = (
+        f" It lived there with {friend} and a {_mostly(rng, colour, COLOURS)} {second}."
+    )
     giving = f" Then {name} gave it the {thing}."
     if rng.random() < 0.3:
         giving = f" Then it gave {name} the {thing}."
     ending = f" Last they went home, and the {animal} was {mood} too."
-    return f"Tell me about {name} and the {animal}.", meeting + giving + ending
+    return f"Tell me about {name} and the {animal}.", meeting + living + giving + ending
 
 
 _KINDS = (_count, _add, _say, _tell)

@@ -60,6 +60,14 @@ class EngineOptions:
             )
 
 
+def room_of(max_context: int, window: int, spec: TargetSpec) -> int:
+    """Tokens that one slot can hold, prompt and answer together.
+
+    Two windows of slack: a round runs before the last one's result is read.
+    """
+    return min(max_context - 2 * window, spec.max_context)
+
+
 @dataclasses.dataclass
 class _Job:
     handle: int
@@ -99,8 +107,7 @@ class Engine:
         self.drafter, self.mask_id = drafter, mask_id
         self.window = drafter.layout.window if drafter else 1
         taps = drafter.needs.layer_ids if drafter else ()
-        # Two windows of slack: a round runs before the last one's result is read.
-        self.room = min(options.max_context - 2 * self.window, spec.max_context)
+        self.room = room_of(options.max_context, self.window, spec)
         if self.room < 2:
             raise UserError(
                 f"serve.max_context={options.max_context} leaves no room beside two "
@@ -159,15 +166,29 @@ class Engine:
             programs[size] = aot(fill, chunk)
         return programs
 
-    def _chunk(self, tokens, following, start, slot, size, job=None, is_last=False):
-        settings = job.settings if job else Settings()
+    def _stops(self, settings: Settings) -> tuple[int, ...]:
+        """Ids that end a request; refused before it is queued."""
         ends = () if settings.ignore_eos else self.spec.eos_ids
-        stops = (*settings.stop_ids, *ends)
+        stops = tuple(dict.fromkeys((*settings.stop_ids, *ends)))
         if len(stops) > NUM_STOP_IDS:
             raise UserError(
                 f"stop_ids has {len(stops)} ids with the target's own; at most "
                 f"{NUM_STOP_IDS} are supported"
             )
+        if any(not 0 <= s < self.spec.vocab_size for s in stops):
+            raise UserError(
+                f"stop_ids={stops} must be token ids of the target, 0 to "
+                f"{self.spec.vocab_size - 1}"
+            )
+        return stops
+
+    def _chunk(self, tokens, following, start, slot, size, job=None, is_last=False):
+        settings = job.settings if job else Settings()
+        stops = self._stops(settings)
+        # Negative seeds are nobody's: requests without one never share a stream
+        # with a seeded request.
+        handle = job.handle if job else 0
+        seed = -1 - handle if settings.seed is None else settings.seed
         stop_X = np.full((1, NUM_STOP_IDS), -1, np.int32)
         stop_X[0, : len(stops)] = stops
         padded_T = np.full(size, self.spec.pad_id, np.int32)
@@ -186,7 +207,7 @@ class Engine:
             remaining_B=one(settings.max_new_tokens),
             active_B=one(False, bool),
             speculate_B=one(settings.speculate and self.drafter is not None, bool),
-            seed_B=one(settings.seed),
+            seed_B=one(seed),
             round_B=one(0),
             sampling=Sampling(
                 greedy_B=one(greedy, bool),
@@ -226,6 +247,7 @@ class Engine:
             mask_id=self.mask_id,
             room=self.room,
         )
+        self._stops(settings)
         job = _Job(self._next_handle, Generation(prompt=tokens), settings)
         self._next_handle += 1
         self._queue.append(job)
@@ -242,7 +264,6 @@ class Engine:
         left = len(prompt) - start
         buckets = self.options.prefill_buckets
         size = next((b for b in buckets if b >= left), buckets[-1])
-        # A padded chunk must not reach past the allocation.
         piece = prompt[start : start + size]
         is_last = start + len(piece) == len(prompt)
         following = 0 if is_last else prompt[start + len(piece)]
@@ -314,6 +335,11 @@ class Engine:
         while len(self._pending) > keep:
             self._settle(finished, on_tokens)
         return finished
+
+    def running(self, handle: int) -> Generation:
+        """What is booked so far of a request that decodes in a slot."""
+        jobs = (j for j in self._running.values() if j.handle == handle)
+        return next(jobs).generation
 
     @property
     def busy(self) -> bool:

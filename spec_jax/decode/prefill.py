@@ -14,7 +14,7 @@ from flax import struct
 
 from spec_jax.core import keys, masks
 from spec_jax.decode.state import DecodeState, Slots
-from spec_jax.decode.step import Weights
+from spec_jax.decode.step import Weights, stored
 from spec_jax.drafters.base import Drafter, Rows
 from spec_jax.sampling import draws, transform
 from spec_jax.target import model
@@ -114,12 +114,18 @@ def prefill_step(
         part = _take_slot(draft, chunk.slot)
         part = drafter.prefill(weights.draft, weights.frozen, part, rows)
         draft = _put_slot(draft, part, chunk.slot)
-    bad_B = ~transform.finite_rows(logits_BTV)[:, 0]
+    # A chunk that was not finite kept no rows and left the length behind, so
+    # the chunks after it, and the request, are bad too.
+    held = jax.lax.dynamic_index_in_dim(state.slots.length_B, chunk.slot, 0, False)
+    gap = (chunk.start > 0) & (held != chunk.start)
+    bad_B = ~transform.finite_rows(logits_BTV)[:, 0] | ~stored(output) | gap
     stopped_B = (first_B[:, None] == request.stop_ids_BX).any(1)
     finished_B = stopped_B | (request.remaining_B <= 1) | bad_B
     new = request.replace(
         anchor_B=first_B,
-        length_B=start_B + chunk.count,
+        length_B=jnp.where(
+            bad_B | (finished_B & chunk.is_last), 0, start_B + chunk.count
+        ),
         remaining_B=request.remaining_B - 1,
         active_B=chunk.is_last & ~finished_B,
         round_B=request.round_B + 1,
@@ -137,6 +143,5 @@ def prefill_step(
         stopped=stopped_B[0],
         bad=chunk.is_last & bad_B[0],
     )
-    return DecodeState(_put_slot(state.cache, output.cache, chunk.slot), draft, slots), (
-        result
-    )
+    cache = _put_slot(state.cache, output.cache, chunk.slot)
+    return DecodeState(cache, draft, slots), result

@@ -31,7 +31,11 @@ def make_draw(slots: Slots, *, one_hot: bool):
         law = transform.law_of(logits_BTU, sampling)
         rows = first_row + logits_BTU.shape[1]
         uniform = keys.round_uniforms(
-            slots.seed_B, slots.round_B, keys.Use.DRAFT, rows
+            slots.seed_B,
+            slots.round_B,
+            keys.Use.DRAFT,
+            rows,
+            needed=~sampling.greedy_B.all(),
         )
         return draws.draw(law, uniform[:, first_row:]), law
 
@@ -44,9 +48,8 @@ def propose(
     """M drafts per slot and the law that produced them."""
     slots = state.slots
     draw = make_draw(slots, one_hot=one_hot)
-    length_B = jnp.where(slots.active_B, slots.length_B, 0)
     proposal, _ = drafter.propose(
-        params, frozen, state.draft, slots.anchor_B, length_B, draw
+        params, frozen, state.draft, slots.anchor_B, slots.length_B, draw
     )
     return proposal
 

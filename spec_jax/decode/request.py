@@ -13,11 +13,13 @@ class Settings:
 
     Attributes:
       max_new_tokens: cap on emitted tokens.
-      temperature: 0 is greedy.
+      temperature: 0 is greedy; else within [1e-4, 1e4], where float32 logits
+        divided by it keep their order.
       top_k: 0 for off.
       top_p: in (0, 1].
       min_p: in [0, 1).
-      seed: of the request's random streams.
+      seed: of the request's random streams; None: one of its own, by the order
+        of submission.
       speculate: use the drafter for this request.
       stop_ids: ids that end it besides the target's own end ids.
       ignore_eos: keep going past the target's end ids (benchmarks).
@@ -28,7 +30,7 @@ class Settings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     speculate: bool = True
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -38,17 +40,20 @@ class Settings:
             raise UserError(
                 f"max_new_tokens={self.max_new_tokens} must be at least 1"
             )
-        if not self.temperature >= 0:
+        if self.temperature != 0 and not 1e-4 <= self.temperature <= 1e4:
             raise UserError(
-                f"temperature={self.temperature} must be 0 (greedy) or positive"
+                f"temperature={self.temperature} must be 0 (greedy) or positive, "
+                "between 0.0001 and 10000"
             )
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be 0 (off) or positive")
+        if not 0 <= self.top_k < 2**31:
+            raise UserError(
+                f"top_k={self.top_k} must be 0 (off) or positive, below 2**31"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie in (0, 1]; 1 is off")
         if not 0 <= self.min_p < 1:
             raise UserError(f"min_p={self.min_p} must lie in [0, 1); 0 is off")
-        if not 0 <= self.seed < 2**31:
+        if self.seed is not None and not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed} must lie in [0, 2**31)")
 
 

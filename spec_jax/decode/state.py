@@ -17,7 +17,9 @@ class Slots:
 
     Attributes:
       anchor_B: emitted, not run by the target.
-      length_B: committed rows of target KV; also the anchor's position.
+      length_B: committed rows of target KV; also the anchor's position. A slot
+        that is still filling holds the rows filled so far (rounds of its
+        neighbours write behind them), an ended one 0.
       remaining_B: tokens the request may still emit.
       active_B: live.
       speculate_B: this request's speculation switch.

@@ -53,12 +53,18 @@ class Weights:
     frozen: Frozen | None = None
 
 
+def stored(output: model.TargetOutput):
+    """Requests `[B]` whose rows the forward wrote: all of them finite."""
+    return jnp.isfinite(output.hidden_BTD).all((1, 2))
+
+
 def target_rows(
     spec: TargetSpec, weights: Weights, state: DecodeState, layout: VerifyLayout, taps
 ):
     """The verify forward: logits `[B, W, V]` float32, features, new cache."""
     slots = state.slots
-    history_B = jnp.where(slots.active_B, slots.length_B, 0)
+    # Idle and filling slots run too: what they write lies past their length.
+    history_B = slots.length_B
     output = model.forward(
         spec,
         weights.target,
@@ -73,17 +79,26 @@ def target_rows(
     return logits_BWV, output
 
 
-def accept(logits_BWV, slots, proposal: Proposal, layout: VerifyLayout):
-    """The verdict of a chain under each request's settings."""
+def accept(logits_BWV, stored_B, slots, proposal: Proposal, layout: VerifyLayout):
+    """The verdict of a chain under each request's settings.
+
+    `stored_B` is false where the forward kept no rows (see `TargetOutput`):
+    such a request ends with an error, whichever row was not finite.
+    """
     num_draft = proposal.tokens_BM.shape[1]
     p_law = transform.law_of(logits_BWV, slots.sampling)
-    uniform = keys.round_uniforms(
-        slots.seed_B, slots.round_B, keys.Use.ACCEPT, num_draft
-    )
-    final = keys.round_uniforms(slots.seed_B, slots.round_B, keys.Use.TARGET, 1)
+    sampled = ~slots.sampling.greedy_B.all()
+
+    def uniforms(use, rows):
+        return keys.round_uniforms(
+            slots.seed_B, slots.round_B, use, rows, needed=sampled
+        )
+
+    uniform = uniforms(keys.Use.ACCEPT, num_draft)
+    final = uniforms(keys.Use.TARGET, 1)
     return verify.judge(
         p_law,
-        transform.finite_rows(logits_BWV),
+        transform.finite_rows(logits_BWV) & stored_B[:, None],
         proposal,
         layout.verify_len_B,
         uniform,
@@ -112,20 +127,21 @@ def commit(
     )
     draft = state.draft
     if drafter is not None:
-        start_B = jnp.where(slots.active_B, slots.length_B, 0)
         following_BW = jnp.where(done.tokens_BW >= 0, done.tokens_BW, 0)
         rows = Rows(
             tokens_BT=layout.tokens_BW,
             next_tokens_BT=following_BW,
             features_BTLD=output.features_BTLD,
-            start_B=start_B,
+            start_B=slots.length_B,
             length_B=done.commit_len_B,
         )
         draft = drafter.extend(weights.draft, weights.frozen, draft, rows)
     advanced = dataclasses.replace(
         slots,
         anchor_B=done.anchor_B,
-        length_B=slots.length_B + done.commit_len_B,
+        length_B=jnp.where(
+            done.finished_B, 0, slots.length_B + done.commit_len_B
+        ),
         remaining_B=slots.remaining_B - done.emitted_B,
         active_B=slots.active_B & ~done.finished_B,
         round_B=slots.round_B + slots.active_B.astype(jnp.int32),
@@ -174,5 +190,5 @@ def round_step(
         slots.anchor_B, proposal.tokens_BM, plan.static_window(slots, proposal)
     )
     logits_BWV, output = target_rows(spec, weights, state, layout, taps)
-    verdict = accept(logits_BWV, slots, proposal, layout)
+    verdict = accept(logits_BWV, stored(output), slots, proposal, layout)
     return commit(drafter, weights, state, layout, proposal, verdict, output)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from spec_jax.core import block_layout
@@ -86,7 +87,12 @@ def resolve(options: Options, target: TargetSpec) -> Options:
     borrowed = {
         name: getattr(target, name)
         for name in (
-            "num_heads", "num_kv_heads", "head_dim", "mlp_size", "rope_theta", "norm_eps"
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_size",
+            "rope_theta",
+            "norm_eps",
         )
         if getattr(options, name) is None
     }
@@ -174,14 +180,19 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
 
     def embed_blocks(frozen: Frozen, anchor_tokens_X):
         tokens_XQ = block_layout.query_tokens(layout, anchor_tokens_X, options.mask_id)
-        return jnp.take(frozen.embed_VD, tokens_XQ, axis=0).astype(jnp.float32)
+        embed_VD = jax.lax.stop_gradient(frozen.embed_VD)
+        return jnp.take(embed_VD, tokens_XQ, axis=0).astype(jnp.float32)
 
     def init(key):
         return module.init(key)
 
     def init_state(slots: int, allocated: int) -> KVCache:
         shape = (
-            options.num_layers, slots, options.num_kv_heads, allocated, options.head_dim
+            options.num_layers,
+            slots,
+            options.num_kv_heads,
+            allocated,
+            options.head_dim,
         )
         return KVCache(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 

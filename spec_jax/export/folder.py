@@ -15,6 +15,7 @@ neither contract nor manifest; what can be compared is, and a note says so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -264,15 +265,14 @@ def read_folder(
         )
     else:
         contract = _read_contract(path, where, options, target)
-    drafter = dflash.make(options, target.spec)
-    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
+    drafter = _make(options, target.spec)
     weights, draft_vocab, sha = _read_weights(path, where, target.spec.vocab_size)
     _check_draft_vocab(config, draft_vocab, where)
-    params = _to_jax(names.from_public(weights, names.sizes_of(shapes), where))
+    params = _to_jax(names.from_public(weights, _sizes(options, target.spec), where))
     served = drafter
     if num_draft is not None:
         layout = drafter.layout.with_num_draft(num_draft)
-        served = dflash.make(
+        served = _make(
             dataclasses.replace(options, num_draft=layout.num_draft), target.spec
         )
     golden_max_abs = None
@@ -310,6 +310,22 @@ def target_facts(target: Target) -> dict[str, Any]:
         "capture_point": CAPTURE_POINT,
         "teacher_point": TEACHER_POINT,
     }
+
+
+# One record per options: its compiled golden round is then kept too.
+_make = functools.lru_cache(maxsize=8)(dflash.make)
+
+
+def _sizes(options: dflash.Options, target_spec: TargetSpec) -> names.Sizes:
+    return names.Sizes(
+        num_layers=options.num_layers,
+        hidden_size=target_spec.hidden_size,
+        feature_width=len(options.layer_ids) * target_spec.hidden_size,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        mlp_size=options.mlp_size,
+    )
 
 
 def _check_contract(
@@ -453,9 +469,7 @@ def _weight_files(path: str, where: str) -> list[str]:
     if os.path.isfile(os.path.join(path, WEIGHTS)):
         return [WEIGHTS]
     if not os.path.isfile(os.path.join(path, INDEX)):
-        raise UserError(
-            f"{where} has neither {WEIGHTS} nor {INDEX}; {_NAME_ONE}"
-        )
+        raise UserError(f"{where} has neither {WEIGHTS} nor {INDEX}; {_NAME_ONE}")
     weight_map = _read_json(os.path.join(path, INDEX), where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{where}: {INDEX} has no weight_map; copy the folder again")

@@ -14,6 +14,7 @@ prefix.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.core import masks
 from spec_jax.core.errors import UserError
 from spec_jax.core.proposal import TokenLaw
 from spec_jax.core.vocab import DraftVocab
@@ -29,6 +31,7 @@ from spec_jax.drafters.frozen import frozen_for
 from spec_jax.target import model
 from spec_jax.target.cache import init_cache
 from spec_jax.target.loading import Target
+from spec_jax.target.spec import TargetSpec
 
 # Largest difference of a float32 logit that reordered sums explain.
 TOLERANCE = 1e-3
@@ -88,25 +91,16 @@ def probe_from_target(
     if anchors is None:
         spread = np.linspace(max(1, last // _ANCHORS), last, _ANCHORS).astype(int)
         anchors = sorted({int(a) for a in spread})
-    positions_1S = jnp.arange(size)[None]
-    out = model.forward(
-        target.spec,
-        target.params,
-        init_cache(target.spec, 1, size, target.params["params"]["embed"].dtype),
-        jnp.asarray(tokens_S)[None],
-        positions_1S,
-        jnp.tril(jnp.ones((1, size, size), bool)),
-        jnp.zeros((1,), jnp.int32),
-        drafter.needs.layer_ids,
+    anchors = tuple(int(a) for a in anchors)
+    _check_anchors(anchors, size, drafter)
+    features_SLD = _capture_program(target.spec, drafter.needs.layer_ids)(
+        target.params, jnp.asarray(tokens_S)[None]
     )
-    return _checked(
-        Probe(
-            tokens_S,
-            np.asarray(out.features_BTLD[0], np.float32),
-            tuple(int(a) for a in anchors),
-            frozen_for(target, draft_vocab),
-        ),
-        drafter,
+    return Probe(
+        tokens_S,
+        np.asarray(features_SLD, np.float32),
+        anchors,
+        frozen_for(target, draft_vocab),
     )
 
 
@@ -122,30 +116,21 @@ def training_logits(drafter: Drafter, params: Any, probe: Probe) -> np.ndarray:
     that can be sampled.
     """
     probe = _checked(probe, drafter)
-    size = len(probe.tokens_S)
-
-    @jax.jit
-    def run(params, frozen, supervised_1S):
-        batch = Batch(
-            tokens_BS=jnp.asarray(probe.tokens_S)[None],
-            supervised_BS=supervised_1S,
-            length_B=jnp.full((1,), size, jnp.int32),
-            features_BSLD=jnp.asarray(probe.features_SLD)[None],
-        )
-        out = _call_train(drafter, params, frozen, batch)
-        logits_XMU = jnp.matmul(
-            out.hidden_XMD, frozen.head_DU, preferred_element_type=jnp.float32
-        )
-        return logits_XMU, out.anchors_BN.reshape(-1), out.valid_XM
-
+    run = _training_program(drafter)
+    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
+    features_1SLD = jnp.asarray(probe.features_SLD)[None]
     rows = []
     with jax.default_matmul_precision("highest"):
         for anchor in probe.anchors:
-            supervised_1S = np.zeros((1, size), bool)
+            supervised_1S = np.zeros(tokens_1S.shape, bool)
             supervised_1S[0, anchor : anchor + 2] = True
-            logits_XMU, anchors_X, valid_XM = run(
-                params, probe.frozen, jnp.asarray(supervised_1S)
+            batch = Batch(
+                tokens_BS=tokens_1S,
+                supervised_BS=jnp.asarray(supervised_1S),
+                length_B=jnp.full((1,), tokens_1S.shape[1], jnp.int32),
+                features_BSLD=features_1SLD,
             )
+            logits_XMU, anchors_X, valid_XM = run(params, probe.frozen, batch)
             found = (np.asarray(anchors_X) == anchor) & (np.asarray(valid_XM)[:, 0] > 0)
             if not found.any():
                 raise ValueError(
@@ -257,15 +242,20 @@ def check(
     return worst
 
 
-def _checked(probe: Probe, drafter: Drafter) -> Probe:
-    size, num_draft = len(probe.tokens_S), drafter.layout.num_draft
-    for anchor in probe.anchors:
-        if not 1 <= anchor <= size - 1 - num_draft:
+def _check_anchors(anchors: Sequence[int], size: int, drafter: Drafter) -> None:
+    last = size - 1 - drafter.layout.num_draft
+    for anchor in anchors:
+        if not 1 <= anchor <= last:
             raise UserError(
-                f"golden anchor {anchor} must lie between 1 and "
-                f"{size - 1 - num_draft} in a text of {size} tokens, so that a row "
-                f"precedes it and {num_draft} follow"
+                f"golden anchor {anchor} must lie between 1 and {last} in a text of "
+                f"{size} tokens, so that a row precedes it and "
+                f"{drafter.layout.num_draft} follow"
             )
+
+
+def _checked(probe: Probe, drafter: Drafter) -> Probe:
+    size = len(probe.tokens_S)
+    _check_anchors(probe.anchors, size, drafter)
     expected = (size, drafter.needs.num_layers, drafter.needs.width)
     if probe.features_SLD.shape != expected:
         raise UserError(
@@ -275,28 +265,59 @@ def _checked(probe: Probe, drafter: Drafter) -> Probe:
     return probe
 
 
-def _call_train(drafter: Drafter, params, frozen, batch):
-    return drafter.train_outputs(params, frozen, batch, jax.random.key(0))
-
-
-def _serve(drafter: Drafter, params: Any, probe: Probe):
-    """Logits [K, M, U], target ids [K, M] and usable drafts [K]."""
-    probe = _checked(probe, drafter)
-    size = len(probe.tokens_S)
-    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
+# Programs are kept: exports of a run, and a folder read twice, compile once.
+@functools.lru_cache(maxsize=8)
+def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
+    """(target params, tokens) -> features `[S, L, D]` of one text."""
 
     @jax.jit
-    def run(params, frozen, anchor):
-        before_S = jnp.arange(size) < anchor
-        # Rows from the anchor on are padding here: the target has not run them.
-        features_SLD = jnp.where(
-            before_S[:, None, None], jnp.asarray(probe.features_SLD), 0.0
+    def run(params, tokens_1S):
+        size = tokens_1S.shape[1]
+        row_S = jnp.arange(size)
+        out = model.forward(
+            spec,
+            params,
+            init_cache(spec, 1, size, params["params"]["embed"].dtype),
+            tokens_1S,
+            row_S[None],
+            masks.causal(row_S[:, None], row_S[None, :])[None],
+            jnp.zeros((1,), jnp.int32),
+            layer_ids,
         )
+        return out.features_BTLD[0]
+
+    return run
+
+
+@functools.lru_cache(maxsize=8)
+def _training_program(drafter: Drafter) -> Callable:
+    """(params, frozen, batch) -> logits of every block, its anchor, validity."""
+
+    @jax.jit
+    def run(params, frozen, batch):
+        out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
+        logits_XMU = jnp.matmul(
+            out.hidden_XMD, frozen.head_DU, preferred_element_type=jnp.float32
+        )
+        return logits_XMU, out.anchors_BN.reshape(-1), out.valid_XM
+
+    return run
+
+
+@functools.lru_cache(maxsize=8)
+def _serving_program(drafter: Drafter) -> Callable:
+    """(params, frozen, tokens, features, anchor) -> logits, ids, usable drafts."""
+
+    @jax.jit
+    def run(params, frozen, tokens_1S, features_SLD, anchor):
+        size = tokens_1S.shape[1]
+        before_S = jnp.arange(size) < anchor
         length_B = anchor[None].astype(jnp.int32)
+        # Rows from the anchor on are padding here: the target has not run them.
         rows = Rows(
             tokens_BT=jnp.where(before_S[None], tokens_1S, 0),
             next_tokens_BT=jnp.where(before_S[None], jnp.roll(tokens_1S, -1, 1), 0),
-            features_BTLD=features_SLD[None],
+            features_BTLD=jnp.where(before_S[:, None, None], features_SLD, 0.0)[None],
             start_B=jnp.zeros((1,), jnp.int32),
             length_B=length_B,
         )
@@ -308,9 +329,26 @@ def _serve(drafter: Drafter, params: Any, probe: Probe):
         )
         return proposal.law.logits_BTV[0], proposal.tokens_BM[0], proposal.usable_B[0]
 
+    return run
+
+
+def _serve(drafter: Drafter, params: Any, probe: Probe):
+    """Logits [K, M, U], target ids [K, M] and usable drafts [K]."""
+    probe = _checked(probe, drafter)
+    run = _serving_program(drafter)
+    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
+    features_SLD = jnp.asarray(probe.features_SLD)
     with jax.default_matmul_precision("highest"):
         rounds = [
-            jax.device_get(run(params, probe.frozen, jnp.asarray(anchor, jnp.int32)))
+            jax.device_get(
+                run(
+                    params,
+                    probe.frozen,
+                    tokens_1S,
+                    features_SLD,
+                    jnp.asarray(anchor, jnp.int32),
+                )
+            )
             for anchor in probe.anchors
         ]
     logits, tokens, usable = (np.stack(each) for each in zip(*rounds, strict=True))

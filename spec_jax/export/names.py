@@ -142,9 +142,7 @@ def strip_prefix(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     weights = [name for name in names if name not in (D2T, T2D)]
     prefix = "model." if all(name.startswith("model.") for name in weights) else ""
-    return {
-        name if name in (D2T, T2D) else name[len(prefix) :]: name for name in names
-    }
+    return {name if name in (D2T, T2D) else name[len(prefix) :]: name for name in names}
 
 
 def check_tensors(
@@ -175,9 +173,7 @@ def check_tensors(
     ):
         if some:
             more = f" and {len(some) - 3} more" if len(some) > 3 else ""
-            raise UserError(
-                f"{where} {verb} tensor {', '.join(some[:3])}{more}; {fix}"
-            )
+            raise UserError(f"{where} {verb} tensor {', '.join(some[:3])}{more}; {fix}")
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
             raise UserError(

@@ -185,9 +185,7 @@ def _run_layers(weights, sizes: BlockSizes, x_XD, positions_X, attend):
     return layers.rms_norm(x_XD, weights["norm"], sizes.norm_eps)
 
 
-def run_block(
-    weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B
-):
+def run_block(weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B):
     """One block per request over its cached context (serving).
 
     Args:
@@ -274,8 +272,11 @@ def attend_blocks(
       [B, N, Q, G, P, C]; a row that sees nothing yields zeros.
     """
     sizes = bind(
-        q_BNQGPC=q_BNQGPC, k_BNQGC=k_BNQGC, context_k_BSGC=context_k_BSGC,
-        anchors_BN=anchors_BN, positions_BNQ=positions_BNQ,
+        q_BNQGPC=q_BNQGPC,
+        k_BNQGC=k_BNQGC,
+        context_k_BSGC=context_k_BSGC,
+        anchors_BN=anchors_BN,
+        positions_BNQ=positions_BNQ,
     )
     b, n, q, g, p, c, s = (sizes[letter] for letter in "BNQGPCS")
     q_BGNQPC = jnp.transpose(q_BNQGPC, (0, 3, 1, 2, 4, 5)) * c**-0.5

@@ -47,19 +47,34 @@ class ChatTemplate:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        thinking: bool = False,
     ) -> str:
         """Text of `messages`, each a mapping with `role` and `content`.
 
+        Args:
+          messages: the conversation.
+          add_generation_prompt: whether to open an assistant turn at the end.
+          thinking: the template's own switch (`enable_thinking`).
+
         Raises:
-          UserError: the template cannot be parsed or refuses the messages.
+          UserError: the template cannot be parsed, refuses the messages, or has
+            no thinking switch to turn on.
         """
+        if thinking and "enable_thinking" not in self.source:
+            raise UserError(
+                f"thinking={thinking} but chat template {self.hash[:12]} has no "
+                "thinking switch; leave it False for this target"
+            )
         try:
             return _compile(self.source).render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
+                enable_thinking=thinking,
             )
         except jinja2.TemplateError as error:
             raise UserError(
@@ -95,6 +110,7 @@ def encode_chat(
     template: ChatTemplate | None,
     messages: Sequence[Message],
     add_generation_prompt: bool = True,
+    thinking: bool = False,
 ) -> list[int]:
     """Token ids of a rendered conversation, as a server's prompt.
 
@@ -103,12 +119,13 @@ def encode_chat(
       template: the target's template.
       messages: mappings with `role` and `content`.
       add_generation_prompt: whether to open an assistant turn at the end.
+      thinking: the template's thinking switch.
 
     Raises:
       UserError: see `check_messages`; or there is no template.
     """
     check_messages(tokenizer, messages)
-    text = _need(template).render(messages, add_generation_prompt)
+    text = _need(template).render(messages, add_generation_prompt, thinking)
     return tokenizer.encode(text)
 
 

@@ -133,6 +133,11 @@ class _Progress:
     stopped: str | None = None
 
 
+def _now() -> float:
+    """The clock that training time is measured with, in seconds."""
+    return time.monotonic()
+
+
 def _signature(batch) -> list:
     """Structure, shapes and dtypes: what a compiled step is made for."""
     return [
@@ -301,7 +306,7 @@ class _Runner:
         self.progress.stopped = None
         if self._must_stop():
             return  # done before; unless more steps or time are asked for now
-        self.clock = time.monotonic()
+        self.clock = _now()
         first = self.step + 1
         while True:
             self.checkpoints.check()
@@ -331,7 +336,7 @@ class _Runner:
         return self.progress.stopped is not None
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = _now()
         self.progress.seconds += now - self.clock
         self.clock = now
 

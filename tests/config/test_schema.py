@@ -34,7 +34,7 @@ def test_tasks_name_their_schema():
         (lambda: schema.Serve(slots=0), "serve.slots", "0"),
         (lambda: schema.Serve(max_new_tokens=512), "serve.max_new_tokens", "512"),
         (lambda: schema.Serve(prefill_buckets=(64, 32)), "serve.prefill_buckets", "32"),
-        (lambda: schema.Serve(context_buckets=(600,)), "serve.context_buckets", "600"),
+        (lambda: schema.Serve(prefill_buckets=(600,)), "serve.prefill_buckets", "600"),
         (lambda: schema.Data(answer_temperature=-1.0), "data.answer_temperature", "-1"),
         (lambda: schema.Data(synth_top_p=0.0), "data.synth_top_p", "0.0"),
         (lambda: schema.Data(greedy_share=1.5), "data.greedy_share", "1.5"),
@@ -87,11 +87,11 @@ def test_wrong_values_are_refused_in_one_sentence(make, field, value):
     assert any(w in words for w in ("must", "is empty", "leaves")), words
 
 
-def test_bucket_ladders_end_where_the_context_ends():
+def test_prefill_buckets_are_derived_where_none_are_named():
     serve = schema.Serve(max_context=700, max_new_tokens=100)
-    assert serve.context_ladder == (128, 256, 512, 700)
     assert serve.prefill_ladder == (32, 64, 128, 256)
-    named = dataclasses.replace(serve, context_buckets=(256,), prefill_buckets=(64,))
-    assert named.context_ladder == (256, 700) and named.prefill_ladder == (64,)
+    assert dataclasses.replace(serve, prefill_buckets=(64,)).prefill_ladder == (64,)
+    odd = schema.Serve(max_context=100, max_new_tokens=8)
+    assert odd.prefill_ladder == (32, 64, 100)
     small = schema.Serve(max_context=24, max_new_tokens=8)
-    assert small.context_ladder == (24,) and small.prefill_ladder == (24,)
+    assert small.prefill_ladder == (24,)

@@ -14,7 +14,9 @@ from tests.support import oracles
 def test_ancestors_of_random_trees_match_a_walk_to_the_root(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 12))
-    parents = [-1] + [int(rng.integers(-1 if seed == 5 else 0, i)) for i in range(1, size)]
+    parents = [-1] + [
+        int(rng.integers(-1 if seed == 5 else 0, i)) for i in range(1, size)
+    ]
     got = masks.ancestors(jnp.asarray(parents))
     np.testing.assert_array_equal(got, oracles.ancestors(parents))
 

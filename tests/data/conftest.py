@@ -21,7 +21,7 @@ from spec_jax.target.spec import TargetSpec
 SPEC = TargetSpec(
     name="tiny",
     family="llama",
-    num_layers=4,
+    num_layers=3,
     hidden_size=16,
     mlp_size=32,
     num_heads=4,
@@ -34,8 +34,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SCHEMA = FeatureSchema((0, 2), SPEC.hidden_size)
-BUCKETS = (16, 24, 48)
+SCHEMA = FeatureSchema((0, 1), SPEC.hidden_size)
+BUCKETS = (24, 48)
 
 
 def make_tokenizer():

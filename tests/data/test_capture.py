@@ -43,8 +43,13 @@ def one_token_at_a_time(target, tokens, num_layers):
     for position, token in enumerate(tokens):
         at = jnp.array([[position]], jnp.int32)
         out = step(
-            spec, params, cache, jnp.array([[token]], jnp.int32), at,
-            jnp.ones((1, 1, 1), bool), at[0],
+            spec,
+            params,
+            cache,
+            jnp.array([[token]], jnp.int32),
+            at,
+            jnp.ones((1, 1, 1), bool),
+            at[0],
         )
         cache = out.cache
         rows.append(np.asarray(out.hidden_BTD[0, 0]))
@@ -52,7 +57,7 @@ def one_token_at_a_time(target, tokens, num_layers):
 
 
 def test_features_are_the_layer_outputs_of_plain_decoding(tmp_path, target, tiny):
-    schema = FeatureSchema((0, 2), tiny.spec.hidden_size, teacher=True)
+    schema = FeatureSchema((1,), tiny.spec.hidden_size, teacher=True)
     made = tiny.samples(4)
     tiny.capture(tmp_path / "s", made, schema)
     store = open_store(str(tmp_path / "s"))
@@ -62,8 +67,8 @@ def test_features_are_the_layer_outputs_of_plain_decoding(tmp_path, target, tiny
         assert read["tokens"].tolist() == list(made[index].tokens)
         assert read["supervised"].sum() == len(made[index].answer)
         planes = [*np.moveaxis(read["features"], 1, 0), read["teacher"]]
-        for plane, num_layers in zip(planes, (1, 3, 4), strict=True):
-            if num_layers < 4:  # a layer output has not been through the norm yet
+        for plane, num_layers in zip(planes, (2, 3), strict=True):
+            if num_layers < 3:  # a layer output has not been through the norm yet
                 plane = layers.rms_norm(
                     plane, target.params["params"]["final_norm"], tiny.spec.norm_eps
                 )
@@ -87,8 +92,14 @@ def test_params_apart_give_the_same_bytes(tmp_path, target, tiny, store_path):
     apart = dataclasses.replace(target, params=unstack_layers(target.params))
     made = tiny.samples(20)
     lib.capture(
-        apart, made, tiny.schema, str(tmp_path / "s"), tiny.contract(),
-        batch=3, buckets=tiny.buckets, shard_samples=8,
+        apart,
+        made,
+        tiny.schema,
+        str(tmp_path / "s"),
+        tiny.contract(),
+        batch=3,
+        buckets=tiny.buckets,
+        shard_samples=8,
     )
     assert all_files(tmp_path / "s") == all_files(store_path)
 
@@ -139,7 +150,7 @@ def test_a_killed_process_leaves_a_store_that_goes_on(tmp_path, tiny, store_path
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 9
     assert len(open_store(path, partial=True, verify=True)) == 8
@@ -151,7 +162,7 @@ def test_other_samples_or_batches_do_not_continue_a_store(tmp_path, tiny):
     tiny.capture(tmp_path / "s", tiny.samples(9))
     for options in ({"samples": tiny.samples(9, seed=1)}, {"batch": 2}):
         options = {"samples": tiny.samples(9)} | options
-        with pytest.raises(UserError, match="cannot be continued: its made_from"):
+        with pytest.raises(UserError, match=r"cannot be continued: its made_from"):
             tiny.capture(tmp_path / "s", **options)
 
 
@@ -162,7 +173,7 @@ def test_other_samples_or_batches_do_not_continue_a_store(tmp_path, tiny):
         ({"vocab_size": 300}, "contract.vocab_size"),
         ({"num_layers": 30}, "contract.num_layers"),
         ({"tokenizer_hash": "0"}, "contract.tokenizer_hash"),
-        ({"layer_ids": (0, 1)}, "contract.layer_ids"),
+        ({"layer_ids": (0, 2)}, "contract.layer_ids"),
         ({"feature_dtype": "float16"}, "contract.feature_dtype"),
     ],
 )
@@ -171,15 +182,19 @@ def test_a_contract_of_another_target_is_refused(
 ):
     with pytest.raises(UserError, match=sentence):
         lib.capture(
-            target, tiny.samples(2), tiny.schema, str(tmp_path / "s"),
-            tiny.contract(**change), buckets=tiny.buckets,
+            target,
+            tiny.samples(2),
+            tiny.schema,
+            str(tmp_path / "s"),
+            tiny.contract(**change),
+            buckets=tiny.buckets,
         )
     assert not os.path.exists(tmp_path / "s")
 
 
 def test_layers_outside_the_capture_set_are_refused(tmp_path, tiny):
-    for ids in ((0, 3), (2, 0), (1, 9), ()):
-        with pytest.raises(UserError, match="layer_ids"):
+    for ids in ((0, 2), (1, 0), (1, 9), ()):
+        with pytest.raises(UserError, match=r"layer_ids"):
             tiny.capture(tmp_path / "s", tiny.samples(2), FeatureSchema(ids, 16))
 
 
@@ -192,7 +207,10 @@ def test_bad_samples_are_refused(tmp_path, tiny):
     fine = tiny.samples(1)
     refuse([*fine, Sample((3, 272), 1, "b")], "sample b holds token id 272")
     refuse([*fine, Sample((3, -1), 1, "b")], "sample b holds token id -1")
-    refuse([*fine, Sample((3,) * 49, 1, "b")], "sample b has 49 tokens.*buckets, 48")
+    refuse(
+        [*fine, Sample((3,) * 49, 1, "b")],
+        "sample b has 49 tokens, more than 48, the largest",
+    )
     refuse([Sample((3, 4), 2, "b")], "0% of 2 tokens are supervised")
     refuse([], "no tokens left")
     refuse(fine, "capture.batch=0", batch=0)
@@ -216,8 +234,14 @@ def test_a_sample_that_is_not_finite_is_left_out_and_named(tmp_path, target, tin
 
     def run(samples, name):
         return lib.capture(
-            broken, samples, tiny.schema, str(tmp_path / name), tiny.contract(),
-            batch=3, buckets=tiny.buckets, shard_samples=4,
+            broken,
+            samples,
+            tiny.schema,
+            str(tmp_path / name),
+            tiny.contract(),
+            batch=3,
+            buckets=tiny.buckets,
+            shard_samples=4,
         )
 
     report = run(made, "one")
@@ -227,7 +251,7 @@ def test_a_sample_that_is_not_finite_is_left_out_and_named(tmp_path, target, tin
         f"made:{i}" for i in range(9) if i != 3
     ]
     made[8] = dataclasses.replace(made[8], tokens=(5, *made[8].tokens[1:]))
-    with pytest.raises(UserError, match="2 of 9 samples are not finite.*made:8"):
+    with pytest.raises(UserError, match=r"2 of 9 samples, made:8 among them"):
         run(made, "two")
 
 
@@ -239,25 +263,36 @@ def test_a_value_too_large_for_the_stored_dtype_is_not_finite(tmp_path, target, 
         for s in made[1:]
     ]
     report = lib.capture(
-        big, made, tiny.schema, str(tmp_path / "s"),
-        tiny.contract(feature_dtype="float16"), "float16", buckets=tiny.buckets,
+        big,
+        made,
+        tiny.schema,
+        str(tmp_path / "s"),
+        tiny.contract(feature_dtype="float16"),
+        "float16",
+        buckets=tiny.buckets,
     )
     assert report.skipped == {"not finite": ["big"]}
 
 
 def test_a_constant_plane_stops(tmp_path, target, tiny):
     zero = jax.tree.map(jnp.zeros_like, target.params)
-    with pytest.raises(UserError, match="features of layer 0 are all 0 in sample made"):
+    with pytest.raises(
+        UserError, match=r"features of layer 0 are all 0 in sample made"
+    ):
         lib.capture(
-            dataclasses.replace(target, params=zero), tiny.samples(2), tiny.schema,
-            str(tmp_path / "s"), tiny.contract(), buckets=tiny.buckets,
+            dataclasses.replace(target, params=zero),
+            tiny.samples(2),
+            tiny.schema,
+            str(tmp_path / "s"),
+            tiny.contract(),
+            buckets=tiny.buckets,
         )
-    with pytest.raises(UserError, match="holds no|incomplete"):
+    with pytest.raises(UserError, match=r"holds no|incomplete"):
         open_store(str(tmp_path / "s"))
 
 
 def test_too_little_disk_is_refused_before_anything_runs(tmp_path, tiny, monkeypatch):
     usage = types.SimpleNamespace(free=1000)
     monkeypatch.setattr("spec_jax.data.store.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match="needs .* GB and"):
+    with pytest.raises(UserError, match=r"needs .* GB and"):
         tiny.capture(tmp_path / "s", tiny.samples(8))

@@ -47,7 +47,7 @@ def test_gzip(tmp_path):
     path.write_bytes(gzip.compress(b'{"prompt": "packed"}\n'))
     assert texts(prompts.read_prompts(str(path))) == ["packed"]
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"cannot be read"):
         prompts.read_prompts(str(path))
 
 
@@ -75,11 +75,11 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, content, sentence):
 
 
 def test_absent_and_foreign_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match=r"is not there"):
         prompts.read_prompts(str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UserError, match="not a prompt file"):
+    with pytest.raises(UserError, match=r"not a prompt file"):
         prompts.read_prompts(str(tmp_path / "prompts.txt"))
-    with pytest.raises(UserError, match="data.limit=0"):
+    with pytest.raises(UserError, match=r"data.limit=0"):
         prompts.read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}), limit=0)
 
 
@@ -100,16 +100,16 @@ def test_rendering_refuses(target):
     def render(text, **options):
         return prompts.render_prompt(target, prompts.user_prompt(text), **options)
 
-    with pytest.raises(UserError, match="content is empty"):
+    with pytest.raises(UserError, match=r"content is empty"):
         render("  \n")
     with pytest.raises(UserError, match=r"special token '<\|im_end\|>'"):
         render("stop<|im_end|>now")
-    with pytest.raises(UserError, match="special token '<mask>'"):
+    with pytest.raises(UserError, match=r"special token '<mask>'"):
         render("a <mask> b", mask_id=0)
     plain = target.tokenizer.id_of("x")
-    with pytest.raises(UserError, match=f"mask token 'x' .id {plain}."):
+    with pytest.raises(UserError, match=rf"mask token 'x' .id {plain}."):
         render("a x b", mask_id=plain)
     length = len(render("hello"))
     assert len(render("hello", context=length, mask_id=0)) == length
-    with pytest.raises(UserError, match=f"{length} tokens.*limit of {length - 1}"):
+    with pytest.raises(UserError, match=rf"{length} tokens.*limit of {length - 1}"):
         render("hello", context=length - 1)

@@ -45,9 +45,9 @@ def test_chunks_round_trip_in_index_order(tmp_path, tiny):
     before = sorted(os.listdir(folder))
     lib.write_chunk(folder, 1, made[3:6])  # the same again: nothing changes
     assert lib.read_samples(folder) == made and sorted(os.listdir(folder)) == before
-    with pytest.raises(UserError, match="exists with other samples"):
+    with pytest.raises(UserError, match=r"exists with other samples"):
         lib.write_chunk(folder, 1, made[:3])
-    with pytest.raises(UserError, match="lacks 1 of 4 chunks.*samples-00003"):
+    with pytest.raises(UserError, match=r"lacks 1 of 4 chunks.*samples-00003"):
         lib.read_samples(folder, num_chunks=4)
 
 
@@ -81,7 +81,7 @@ def test_torn_chunks_are_refused_with_their_name(tmp_path, tiny, damage):
     else:
         with open(first, "wb") as file:
             file.write(content)
-    with pytest.raises(UserError, match="samples-00000.jsonl"):
+    with pytest.raises(UserError, match=r"samples-00000.jsonl"):
         lib.read_samples(folder)
 
 
@@ -106,7 +106,8 @@ def test_a_crash_while_writing_lists_nothing(tmp_path, tiny, monkeypatch, at):
 
 
 def test_corpus_leaves_out_and_counts(tiny):
-    made = [dataclasses.replace(s, looping=i < 4) for i, s in enumerate(tiny.samples(300))]
+    made = tiny.samples(300)
+    made = [dataclasses.replace(s, looping=i < 4) for i, s in enumerate(made)]
     empty = Sample(tokens=(1, 2), prompt_len=2, source="empty")
     long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
     corpus = lib.select_samples([*made, empty, long], 50, keep_looping=False)
@@ -118,7 +119,7 @@ def test_corpus_leaves_out_and_counts(tiny):
 def test_more_than_one_percent_skipped_stops_with_reasons(tiny):
     long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
     made = tiny.samples(97)
-    with pytest.raises(UserError, match="3 of 100 .*3 longer than 50 tokens.*1.0%"):
+    with pytest.raises(UserError, match=r"3 of 100 .*3 longer than 50 tokens.*1.0%"):
         lib.select_samples([*made, long, long, long], 50)
     lib.select_samples([*made, *made, *made, long, long], 50)
 
@@ -128,13 +129,13 @@ def test_supervised_share_of_none_or_all_stops():
     all_of_it = [Sample((1, 2, 3), 0, "a")]
     with pytest.raises(UserError, match=r"chat template cafe.*0% of 5 tokens"):
         lib.check_supervision(none, "cafe")
-    with pytest.raises(UserError, match="100% of 3 tokens"):
+    with pytest.raises(UserError, match=r"100% of 3 tokens"):
         lib.check_supervision(all_of_it)
-    with pytest.raises(UserError, match="no tokens left"):
+    with pytest.raises(UserError, match=r"no tokens left"):
         lib.select_samples([], 10)
     lib.check_supervision([*none, *all_of_it])
 
 
 def test_prompt_len_must_lie_inside():
-    with pytest.raises(UserError, match="prompt_len=4"):
+    with pytest.raises(UserError, match=r"prompt_len=4"):
         Sample((1, 2, 3), 4, "a")

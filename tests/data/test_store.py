@@ -41,7 +41,7 @@ def make_stored(count, seed=0, teacher=False, num_layers=2):
 
 def make_layout(samples, num_shards=1, dtype="float32", teacher=False):
     return Layout(
-        schema=FeatureSchema((0, 2), WIDTH, teacher),
+        schema=FeatureSchema((0, 1), WIDTH, teacher),
         dtype=dtype,
         shard_tokens=sum(len(s.tokens) for s in samples),
         num_shards=num_shards,
@@ -101,18 +101,19 @@ def test_few_objects_per_sample(tmp_path, tiny):
 
 
 def test_plan_matches_the_files(tmp_path, tiny):
-    schema = FeatureSchema((0, 2), WIDTH, True)
+    schema = FeatureSchema((0, 1), WIDTH, True)
     assert lib.plan_bytes(10, schema, "bfloat16") == 10 * (3 * WIDTH * 2 + 8)
     made = make_stored(40, teacher=True)
     write_store(tmp_path / "s", tiny, made, num_shards=1, teacher=True)
     planned = lib.plan_bytes(sum(len(s.tokens) for s in made), schema, "float32")
-    found = sum(len(data) for name, data in all_files(tmp_path / "s").items() if "/c/" in name)
+    files = all_files(tmp_path / "s")
+    found = sum(len(files[name]) for name in files if "/c/" in name)
     assert planned <= found <= 1.1 * planned
 
 
 def test_more_than_the_free_disk_is_refused(tmp_path):
     lib.check_disk(str(tmp_path / "not" / "there"), 1)
-    with pytest.raises(UserError, match="GB free"):
+    with pytest.raises(UserError, match=r"GB free"):
         lib.check_disk(str(tmp_path), 10**18)
 
 
@@ -120,10 +121,10 @@ def test_not_finite_after_the_cast_is_refused(tmp_path, tiny):
     made = make_stored(2)
     made[1].features[0, 0, 0] = 1e5  # finite in float32, not in float16
     write_store(tmp_path / "wide", tiny, made)
-    with pytest.raises(UserError, match="made:1.*not finite in float16"):
+    with pytest.raises(UserError, match=r"made:1.*not finite in float16"):
         write_store(tmp_path / "half", tiny, made, dtype="float16")
     made[0].features[-1, 1, 3] = np.nan
-    with pytest.raises(UserError, match="made:0.*not finite in float32"):
+    with pytest.raises(UserError, match=r"made:0.*not finite in float32"):
         write_store(tmp_path / "nan", tiny, made)
 
 
@@ -144,16 +145,17 @@ def test_arrays_that_disagree_are_refused(tmp_path, tiny, change, sentence):
         source="made:0",
         prompt_len=0,
     )
-    with pytest.raises(UserError, match=f"made:0.* {sentence}|made:0 {sentence}"):
+    with pytest.raises(UserError, match=rf"made:0.* {sentence}|made:0 {sentence}"):
         write_store(tmp_path, tiny, [dataclasses.replace(fine, **change)], num_shards=1)
 
 
 def test_a_second_writer_is_refused(tmp_path, tiny):
     made = make_stored(2)
     layout = make_layout(made)
-    with StoreWriter(str(tmp_path), tiny.contract(), layout):
-        with pytest.raises(UserError, match="written by another process"):
-            StoreWriter(str(tmp_path), tiny.contract(), layout)
+    first = StoreWriter(str(tmp_path), tiny.contract(), layout)
+    with pytest.raises(UserError, match=r"written by another process"):
+        StoreWriter(str(tmp_path), tiny.contract(), layout)
+    first.close()
     StoreWriter(str(tmp_path), tiny.contract(), layout).close()
 
 
@@ -161,16 +163,16 @@ def test_a_store_is_continued_only_as_it_was_begun(tmp_path, tiny):
     made = make_stored(2)
     layout = make_layout(made)
     StoreWriter(str(tmp_path), tiny.contract(), layout).close()
-    with pytest.raises(UserError, match="made_from"):
+    with pytest.raises(UserError, match=r"made_from"):
         changed = dataclasses.replace(layout, made_from="other samples")
         StoreWriter(str(tmp_path), tiny.contract(), changed)
-    with pytest.raises(UserError, match="another contract: mask_id"):
+    with pytest.raises(UserError, match=r"another contract: mask_id"):
         StoreWriter(str(tmp_path), tiny.contract(mask_id=7), layout)
-    with pytest.raises(UserError, match="feature_dtype"):
+    with pytest.raises(UserError, match=r"feature_dtype"):
         StoreWriter(str(tmp_path), tiny.contract(feature_dtype="float16"), layout)
     with StoreWriter(str(tmp_path), tiny.contract(), layout) as writer:
         writer.write_shard(0, made)
-        with pytest.raises(UserError, match="shard 0 .* cannot be written"):
+        with pytest.raises(UserError, match=r"shard 0 .* cannot be written"):
             writer.write_shard(0, made)
 
 
@@ -206,7 +208,7 @@ def test_a_crash_leaves_complete_shards_and_a_rerun_is_bit_equal(
         file = os.path.join(path, lib._shard_file("features", 1))
         with open(file, "r+b") as torn:
             torn.truncate(1000)
-    with pytest.raises(UserError, match="incomplete: 1 of 2 shards"):
+    with pytest.raises(UserError, match=r"incomplete: 1 of 2 shards"):
         open_store(path)
     assert len(open_store(path, partial=True, verify=True)) == 3
     with StoreWriter(path, tiny.contract(), layout) as writer:
@@ -227,7 +229,7 @@ def test_a_creation_cut_short_is_begun_again(tmp_path, tiny, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             write_store(tmp_path / "broken", tiny, made)
     (tmp_path / "broken" / ".writing-1-ff").write_bytes(b"left by a killed writer")
-    with pytest.raises(UserError, match="not a feature store"):
+    with pytest.raises(UserError, match=r"not a feature store"):
         open_store(str(tmp_path / "broken"))
     write_store(tmp_path / "broken", tiny, made)
     assert all_files(tmp_path / "broken") == all_files(tmp_path / "whole")
@@ -272,7 +274,7 @@ def damage_shard(path, name, how):
 @pytest.mark.parametrize("how", ["missing", "truncated", "extended"])
 def test_files_of_another_size_are_refused_at_open(damaged, name, how):
     damage_shard(damaged, name, how)
-    with pytest.raises(UserError, match=f"{name}/c/1/.*shard 1, samples made:8 to made:15"):
+    with pytest.raises(UserError, match=rf"{name}/c/1/.*shard 1, samples made:8 to"):
         open_store(damaged)
 
 
@@ -292,7 +294,7 @@ def test_changed_bytes_are_refused_with_the_sample(damaged, name, how):
     damage_shard(damaged, name, how)
     with pytest.raises(UserError, match=r"sample 9 \(made:9\).*shard 1"):
         open_store(damaged).read_sample(9)
-    with pytest.raises(UserError, match="differs from its checksum"):
+    with pytest.raises(UserError, match=r"differs from its checksum"):
         open_store(damaged, verify=True)
 
 
@@ -331,12 +333,12 @@ def test_torn_metadata_is_refused(damaged, file, old, new):
 
 
 def test_an_absent_or_empty_store_is_refused(tmp_path, tiny):
-    with pytest.raises(UserError, match="is not a feature store: index.json"):
+    with pytest.raises(UserError, match=r"is not a feature store: index.json"):
         open_store(str(tmp_path / "absent"))
     layout = make_layout(make_stored(1))
     with StoreWriter(str(tmp_path), tiny.contract(), layout) as writer:
         writer.write_shard(0, [], {"not finite": ["made:0"]})
-    with pytest.raises(UserError, match="holds no samples"):
+    with pytest.raises(UserError, match=r"holds no samples"):
         open_store(str(tmp_path))
 
 
@@ -344,12 +346,12 @@ def test_another_targets_store_is_refused(store_path, tiny):
     open_store(store_path, tiny.contract(mask_id=99, num_draft=7))  # the drafter's own
     for change in (
         {"target_fingerprint": "0" * 64},
-        {"layer_ids": (1, 2)},
+        {"layer_ids": (0, 2)},
         {"template_hash": "other"},
         {"thinking": True},
         {"capture_point": "layer_input"},
     ):
-        with pytest.raises(UserError, match=f"another contract: {next(iter(change))}"):
+        with pytest.raises(UserError, match=rf"another contract: {next(iter(change))}"):
             open_store(store_path, tiny.contract(**change))
 
 
@@ -360,6 +362,6 @@ def test_reading_gives_fresh_arrays(store_path):
         array[:] = 0
     again = store.read_sample(2)
     assert again["tokens"].any() and again["features"].any()
-    with pytest.raises(UserError, match="sample 20 is not in"):
+    with pytest.raises(UserError, match=r"sample 20 is not in"):
         store.read_sample(20)
     assert json.dumps(store.skipped) == "{}"

@@ -12,7 +12,7 @@ from tokenizers import models
 from spec_jax.core.features import Contract
 from spec_jax.drafters import dflash
 from spec_jax.export import folder, golden
-from spec_jax.target import model, tokenizer
+from spec_jax.target import checkpoint, tokenizer
 from spec_jax.target.chat import ChatTemplate
 from spec_jax.target.loading import Target
 from spec_jax.target.spec import TargetSpec
@@ -66,12 +66,18 @@ def target():
     backend = tokenizers.Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
     )
-    params = model.init_params(SPEC, jax.random.key(1))
-    head = params["params"]["head"]
-    params["params"]["head"] = head * 20
+    rng = np.random.default_rng(1)
+    leaves = {
+        path: jax.numpy.asarray(
+            np.ones(shape, np.float32)
+            if path.endswith("norm")
+            else rng.standard_normal(shape).astype(np.float32) / 5
+        )
+        for path, shape in checkpoint.tree_shapes(SPEC).items()
+    }
     return Target(
         spec=SPEC,
-        params=params,
+        params=checkpoint.nest(leaves),
         tokenizer=tokenizer.from_json(backend.to_str()),
         chat_template=ChatTemplate("{{ messages }}"),
         fingerprint=hashlib.sha256(b"tiny").hexdigest(),
@@ -85,7 +91,7 @@ def drafter():
 
 @pytest.fixture(scope="session")
 def params(drafter):
-    return spread(drafter.init(jax.random.key(0)), 5)
+    return spread(jax.eval_shape(drafter.init, jax.random.key(0)), 5)
 
 
 @pytest.fixture(scope="session")

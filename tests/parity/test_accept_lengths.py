@@ -15,13 +15,19 @@ pytestmark = pytest.mark.parity
 PROMPT_LENGTHS = (3, 8, 17, 30)
 NEW_TOKENS = 48
 
+# Drafter configuration, slots and prefill buckets: one request at a time, and
+# prompts filled in chunks while another request decodes.
 KINDS = {
-    "full": {},
-    "sliding and full": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 9,
-    },
+    "full, one slot": ({}, 1, (32,)),
+    "sliding and full, chunks": (
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+        2,
+        (16,),
+    ),
 }
 
 
@@ -46,10 +52,11 @@ def test_rounds(kind, public, kit, tmp_path, monkeypatch):
     not compared.
     """
     torch = public.torch
+    changes, slots, buckets = KINDS[kind]
     monkeypatch.setattr(public.dflash, "_cuda_time", lambda: 0.0)
     their_target = opposite_heads(public, kit.make_target("llama", 7))
     kit.save_target(their_target, tmp_path / "target")
-    theirs = kit.make_drafter(31, **KINDS[kind])
+    theirs = kit.make_drafter(31, **changes)
     theirs.save_pretrained(tmp_path / "drafter")
 
     target = load_target(str(tmp_path / "target"), cache_dir=str(tmp_path / "cache"))
@@ -57,7 +64,7 @@ def test_rounds(kind, public, kit, tmp_path, monkeypatch):
     engine = Engine(
         target.spec,
         Weights(target.params, exported.params, frozen_for(target)),
-        EngineOptions(slots=2, max_context=128, prefill_buckets=(16,)),
+        EngineOptions(slots=slots, max_context=128, prefill_buckets=buckets),
         exported.drafter,
         exported.contract.mask_id,
     )

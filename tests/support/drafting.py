@@ -127,8 +127,13 @@ def stir(params, seed=7, scale=0.2):
     return jax.tree.unflatten(tree, moved)
 
 
+def quick_jit(fn):
+    """`jax.jit` that spends little on optimising: tests compile more than they run."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
 class Programs:
-    """A drafter's functions, each compiled once, on one tree of parameters.
+    """A drafter's functions, each compiled once.
 
     `traces` counts compilations by name.
     """
@@ -136,11 +141,11 @@ class Programs:
     def __init__(self, drafter, draw=draw_greedy):
         self.drafter = drafter
         self.traces = collections.Counter()
-        self.init = jax.jit(self._counted("init", drafter.init))
-        self.train = jax.jit(self._counted("train", drafter.train_outputs))
-        self.prefill = jax.jit(self._counted("prefill", drafter.prefill))
-        self.extend = jax.jit(self._counted("extend", drafter.extend))
-        self.propose = jax.jit(
+        self.init = quick_jit(self._counted("init", drafter.init))
+        self.train = quick_jit(self._counted("train", drafter.train_outputs))
+        self.prefill = quick_jit(self._counted("prefill", drafter.prefill))
+        self.extend = quick_jit(self._counted("extend", drafter.extend))
+        self.propose = quick_jit(
             self._counted(
                 "propose",
                 lambda params, frozen, state, anchor_B, length_B: drafter.propose(

@@ -61,15 +61,16 @@ def labels(tokens, supervised, length, anchors, num_draft):
 
 def anchor_candidates(supervised, length):
     """Positions with a supervised token here and next."""
-    return [
-        a for a in range(length - 1) if supervised[a] and supervised[a + 1]
-    ]
+    return [a for a in range(length - 1) if supervised[a] and supervised[a + 1]]
 
 
 def decay(num_draft, gamma):
     """Weight of drafts 1..M."""
     return np.array(
-        [1.0 if gamma == 0 else math.exp(-(j - 1) / gamma) for j in range(1, num_draft + 1)]
+        [
+            1.0 if gamma == 0 else math.exp(-(j - 1) / gamma)
+            for j in range(1, num_draft + 1)
+        ]
     )
 
 
@@ -96,8 +97,17 @@ def log_softmax(logits):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def hard_label_loss(hidden, head, columns, trained, kind, gamma=0.0, alpha=0.5,
-                    kl_scale=1.0, kl_decay=1.0):
+def hard_label_loss(
+    hidden,
+    head,
+    columns,
+    trained,
+    kind,
+    gamma=0.0,
+    alpha=0.5,
+    kl_scale=1.0,
+    kl_decay=1.0,
+):
     """Numerator, denominator and d(numerator)/d(hidden), all float64.
 
     Args:
@@ -116,7 +126,9 @@ def hard_label_loss(hidden, head, columns, trained, kind, gamma=0.0, alpha=0.5,
         logp = log_softmax(hidden[x] @ head)
         prob = np.exp([logp[j, columns[x][j]] for j in range(num_draft)])
         prob = np.where(trained[x], prob, 0.0)
-        extra = dpace(prob, trained[x], alpha) if kind == "dpace" else np.ones(num_draft)
+        extra = (
+            dpace(prob, trained[x], alpha) if kind == "dpace" else np.ones(num_draft)
+        )
         for j in range(num_draft):
             if not trained[x][j]:
                 continue
@@ -168,8 +180,22 @@ def rope(head, position, theta):
     return out
 
 
-def draft_block(weights, embed, features, anchor_token, anchor, mask_id, num_query, *,
-                kinds, num_heads, num_kv_heads, head_dim, theta, eps):
+def draft_block(
+    weights,
+    embed,
+    features,
+    anchor_token,
+    anchor,
+    mask_id,
+    num_query,
+    *,
+    kinds,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    theta,
+    eps,
+):
     """Final-norm rows `[Q, D]` of one block, key by key.
 
     Args:
@@ -218,7 +244,9 @@ def draft_block(weights, embed, features, anchor_token, anchor, mask_id, num_que
                     if near and (r <= q or not causal):
                         key = head_of(normed[r], g, group, "k_norm", anchor + r)
                         scores.append(query @ key / math.sqrt(head_dim))
-                        values.append(head_of(normed[r], g, group + 1, None, anchor + r))
+                        values.append(
+                            head_of(normed[r], g, group + 1, None, anchor + r)
+                        )
                 probs = np.exp(log_softmax(np.array(scores)))
                 outs.append(sum(p * v for p, v in zip(probs, values, strict=True)))
             mixed.append(np.concatenate(outs))

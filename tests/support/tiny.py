@@ -55,9 +55,9 @@ def random_params(spec, seed=0, sharp=3.0):
         "embed": 1.0,
         "head": sharp * d**-0.5,
         "qkv": 1.5 * d**-0.5,
-        "out": 0.5 * d**-0.5,
+        "out": 0.3 * d**-0.5,
         "gate_up": d**-0.5,
-        "down": 0.7 * f**-0.5,
+        "down": 0.4 * f**-0.5,
     }
 
     def fill(path, leaf):
@@ -109,13 +109,12 @@ def concat_laws(laws):
     )
 
 
-def bigram(spec, num_draft, poison=None):
+def bigram(spec, num_draft):
     """Drafts from a `[V, V]` table, one row after the other; records its rows.
 
     Args:
       spec: the target's sizes.
       num_draft: M.
-      poison: None, or (first poisoned row, value) for every row's logits.
     """
 
     def init_state(slots, allocated):
@@ -141,8 +140,6 @@ def bigram(spec, num_draft, poison=None):
         token_B, ids, laws, good = anchor_B, [], [], []
         for row in range(num_draft):
             logits_BV = jnp.take(params, token_B, axis=0)
-            if poison is not None and row >= poison[0]:
-                logits_BV = jnp.full_like(logits_BV, poison[1])
             id_B1, law = draw(logits_BV[:, None], row)
             token_B = id_B1[:, 0]
             ids.append(id_B1)
@@ -194,8 +191,8 @@ class World:
 
 @functools.cache
 def world(
-    kind=None, num_draft=3, *, vocab=23, eos_ids=(), seed=0, sharp=3.0, noise=1.0,
-    poison=None, apart=False,
+    kind=None, num_draft=3, *, vocab=23, eos_ids=(), seed=0, sharp=3.0, noise=0.5,
+    apart=False,
 ) -> World:
     """kind: None, "bigram" or "dflash"; `noise` blunts the bigram's table."""
     spec = spec_of(vocab, eos_ids)
@@ -203,7 +200,7 @@ def world(
     frozen = frozen_from_params(params)
     drafter, draft, mask_id = None, None, -1
     if kind == "bigram":
-        drafter = bigram(spec, num_draft, poison)
+        drafter = bigram(spec, num_draft)
         logits, _ = full_forward(spec, params, jnp.arange(vocab)[:, None])
         rng = np.random.default_rng(seed + 1)
         draft = logits[:, 0] + noise * jnp.asarray(

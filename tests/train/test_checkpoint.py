@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,10 @@ def _state(seed=0):
     return shard_params(state, MESH)
 
 
+def _small(seed=0):
+    return shard_params({"norm": jnp.arange(6.0) + seed, "step": jnp.int32(1)}, MESH)
+
+
 def _open(folder, **changes):
     options = {"recipe_hash": "abc", "contract": CONTRACT} | changes
     return Checkpoints(folder, **options)
@@ -73,9 +78,7 @@ def test_donation_and_mutation_right_after_save(tmp_path):
     state["host"] = jnp.asarray(host.copy())
     checkpoints = _open(tmp_path)
     checkpoints.save(state, 1)
-    spoil = jax.jit(
-        lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0, keep_unused=True
-    )
+    spoil = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     words = state.pop("rng")
     spoiled = jax.block_until_ready(spoil(state))
     assert state["params"]["norm"].is_deleted()
@@ -89,16 +92,16 @@ def test_saves_in_a_row_are_all_written(tmp_path):
     """Orbax's own loop helper skips a save while one runs; this must not."""
     checkpoints = _open(tmp_path, keep_last=9)
     for step in (1, 2, 3):
-        checkpoints.save(_state(step), step)
+        checkpoints.save(_small(step), step)
     checkpoints.wait()
     assert [entry.step for entry in checkpoints.entries()] == [1, 2, 3]
 
 
 def test_a_step_saved_again_is_rewritten(tmp_path):
-    checkpoints = _saved(tmp_path, 4, _state(0))
-    checkpoints.save(_state(9), 4, metric=2.0)
-    restored = checkpoints.restore(_state())
-    toy.require_equal(toy.leaves(_state(9)), toy.leaves(restored.state))
+    checkpoints = _saved(tmp_path, 4, _small(0))
+    checkpoints.save(_small(9), 4, metric=2.0)
+    restored = checkpoints.restore(_small())
+    toy.require_equal(toy.leaves(_small(9)), toy.leaves(restored.state))
     assert restored.entry.attempt == 1
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -106,52 +109,62 @@ def test_a_step_saved_again_is_rewritten(tmp_path):
 def test_the_best_and_the_last_are_kept(tmp_path):
     checkpoints = _open(tmp_path)
     for step, metric in enumerate([1.0, 1.7, 1.7, 1.2, None]):
-        checkpoints.save(_state(step), step, metric=metric)
+        checkpoints.save(_small(step), step, metric=metric)
     checkpoints.wait()
     assert [entry.step for entry in checkpoints.entries()] == [1, 4]
     assert checkpoints.best().step == 1 and checkpoints.last().step == 4
     assert _open(tmp_path).best().metric == 1.7
 
 
-@pytest.mark.parametrize("when", ["writing", "marking"])
-def test_a_failed_save_stops_and_is_never_listed(tmp_path, monkeypatch, when):
-    checkpoints = _saved(tmp_path, 1, _state(1))
+class _Broken:
+    """A background write that ends badly."""
+
+    def __init__(self, writing, path, how):
+        self.writing, self.path, self.how = writing, path, how
+
+    def result(self):
+        self.writing.result()
+        if self.how == "raises":
+            raise OSError(28, "No space left on device")
+        shutil.rmtree(self.path)
+
+
+@pytest.mark.parametrize("how", ["raises", "vanishes", "marking"])
+def test_a_failed_save_stops_and_is_never_listed(tmp_path, monkeypatch, how):
+    checkpoints = _saved(tmp_path, 1, _small(1))
+    start = checkpoint.ocp.save_async
+
+    def save_async(path, tree):
+        return _Broken(start(path, tree), path, how)
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patch:
-        if when == "writing":  # the folder goes away under the writer
-            start = checkpoint.ocp.save_async
-
-            def save_async(path, tree):
-                writing = start(path, tree)
-                shutil.rmtree(path.parent, ignore_errors=True)
-                return writing
-
-            patch.setattr(checkpoint.ocp, "save_async", save_async)
-        else:
-
-            def full(path, text):
-                raise OSError(28, "No space left on device")
-
+        if how == "marking":
             patch.setattr(checkpoint, "_write_durably", full)
-        checkpoints.save(_state(2), 2)
+        else:
+            patch.setattr(checkpoint.ocp, "save_async", save_async)
+        checkpoints.save(_small(2), 2)
         while not checkpoints._running[1].done():
-            pass
-        with pytest.raises(SaveFailed, match="step 2 .* could not be written"):
+            time.sleep(0.01)
+        with pytest.raises(SaveFailed, match=r"step 2 .* could not be written"):
             checkpoints.check()
     assert [entry.step for entry in checkpoints.entries()] == [1]
-    checkpoints.save(_state(3), 2)  # retried: really written
-    restored = checkpoints.restore(_state())
+    checkpoints.save(_small(3), 2)  # retried: really written
+    restored = checkpoints.restore(_small())
     assert restored.entry.step == 2
-    toy.require_equal(toy.leaves(_state(3)), toy.leaves(restored.state))
+    toy.require_equal(toy.leaves(_small(3)), toy.leaves(restored.state))
 
 
 @pytest.mark.parametrize("missing", ["COMMIT", "meta.json"])
 def test_unfinished_steps_are_ignored_and_cleared(tmp_path, missing):
-    _saved(tmp_path, 1)
-    _saved(tmp_path / "other", 2)
+    _saved(tmp_path, 1, _small())
+    _saved(tmp_path / "other", 2, _small())
     shutil.move(tmp_path / "other" / "step_00000002.0", tmp_path)
     (tmp_path / "step_00000002.0" / missing).unlink()
     checkpoints = _open(tmp_path)
-    assert checkpoints.restore(_state()).entry.step == 1
+    assert checkpoints.restore(_small()).entry.step == 1
     assert not (tmp_path / "step_00000002.0").exists()
 
 
@@ -162,7 +175,7 @@ def _largest(folder):
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "extend", "record"])
 def test_damage_is_refused_by_name(tmp_path, damage):
-    _saved(tmp_path, 1)
+    _saved(tmp_path, 1, _small())
     folder = tmp_path / "step_00000001.0"
     path = folder / "meta.json" if damage == "record" else _largest(folder / "state")
     raw = bytearray(path.read_bytes())
@@ -173,7 +186,7 @@ def test_damage_is_refused_by_name(tmp_path, damage):
         cut = {"truncate": raw[:-9], "extend": path.read_bytes() + b"x"}
         path.write_bytes(cut.get(damage, raw))
     with pytest.raises(UserError, match=rf"damaged: .*{path.name} .*delete that"):
-        _open(tmp_path).restore(_state())
+        _open(tmp_path).restore(_small())
 
 
 def _change(state, change):
@@ -204,7 +217,7 @@ def test_other_leaves_are_refused(tmp_path, change, message):
 
 
 def test_foreign_folders_are_refused(tmp_path):
-    _saved(tmp_path)
+    _saved(tmp_path, 1, _small())
     with pytest.raises(UserError, match="made by recipe abc, not xyz"):
         _open(tmp_path, recipe_hash="xyz")
     other = dataclasses.replace(CONTRACT, tokenizer_hash="other")

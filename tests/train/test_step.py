@@ -185,7 +185,7 @@ def test_donated_equals_undonated():
 
 
 def test_averaged_weights_follow():
-    state, frozen, step = _setup(ema=0.75)
+    state, frozen, step = _setup()
     old = np.array(state.params["fc"])
     state, _ = step(state, frozen, mesh_lib.place_batch(toy.make_batch(0), MESH))
     expected = EMA * old + (1 - EMA) * np.array(state.params["fc"])

@@ -1,0 +1,101 @@
+"""Accept length and speed-up of an exported drafter, one prompt set at a time.
+
+Every prompt is decoded plainly and speculatively in turn, alone, greedily (or
+at the recipe's temperature, where identity cannot be claimed). Outputs that
+loop stand apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from experiments import pipeline, serving
+from spec_jax.config import schema
+from spec_jax.core.errors import UserError
+from spec_jax.data import prompts as prompt_files
+from spec_jax.decode.request import Settings
+from spec_jax.evals import compiles, decoding, identity
+
+
+def prompt_sets(bench: schema.Bench) -> tuple[dict[str, list], list[str]]:
+    """Prompts of each named set, and the names of those without a path."""
+    limit = bench.max_prompts or None
+    found, absent = {}, []
+    for name, path in bench.prompt_sets:
+        if not path:
+            absent.append(name)
+        elif path == "builtin":
+            found[name] = prompt_files.builtin_prompts(limit)
+        else:
+            found[name] = prompt_files.read_prompts(path, limit)
+    if not found:
+        raise UserError(
+            "bench.prompt_sets names no file; say "
+            "--config.bench.prompt_sets.gsm8k=<file.jsonl>"
+        )
+    return found, absent
+
+
+def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
+    """Decodes each set both ways; returns one dictionary of metrics per set."""
+    del workdir  # nothing is kept but the report
+    sets, absent = prompt_sets(cfg.bench)
+    target, params = serving.load_serving_target(cfg.target)
+    exported = serving.load_drafter(
+        cfg.drafter, target, num_draft=cfg.serve.num_draft
+    )
+    serve = dataclasses.replace(cfg.serve, slots=1)
+    plain = serving.make_engine(target, params, serve)
+    ours = serving.make_engine(target, params, serve, exported)
+    settings = serving.settings_from(serve, max_new_tokens=cfg.bench.max_new_tokens)
+    metrics: dict[str, Any] = {"weights_sha256": exported.weights_sha256}
+    series: dict[str, Any] = {"acceptance": {}, "samples": []}
+    for name, prompts in sets.items():
+        ids = [
+            prompt_files.render_prompt(
+                target,
+                prompt,
+                mask_id=serving.mask_id_of(ours.drafter),
+                context=ours.room - settings.max_new_tokens,
+            )
+            for prompt in prompts
+        ]
+        metrics[name], by_position = measure(
+            target, params, plain, ours, ids, settings, name
+        )
+        series["acceptance"][name] = by_position
+    if absent:
+        metrics["left_out"] = ", ".join(absent)
+    return metrics | {"series": series}
+
+
+def measure(
+    target, params, plain, ours, ids, settings: Settings, name: str
+) -> tuple[dict, list[float]]:
+    """One set's metrics and its acceptance by position."""
+    num_draft = ours.drafter.layout.num_draft
+    decoding.decode_pairs(plain, ours, ids[:1], settings)
+    with compiles.counting() as counted:
+        base_runs, runs = decoding.decode_pairs(
+            plain, ours, ids, settings, lambda text: pipeline.say(f"{name}: {text}")
+        )
+    summary = decoding.summary(base_runs, runs, num_draft)
+    summary["compiles_after_warmup"] = counted.compiles
+    if settings.temperature == 0:
+        same = identity.compare(
+            target.spec,
+            params,
+            ours,
+            ids,
+            [d.generation.tokens for d in base_runs],
+            [d.generation.tokens for d in runs],
+            settings,
+        )
+        summary |= {
+            "greedy_identical": same.identical,
+            "near_ties": same.near_ties,
+            "first_difference": same.first_difference,
+        }
+    return summary, summary["accept_by_position"]

@@ -1,0 +1,301 @@
+"""Times of one round and of its parts, taken in turn in one process.
+
+A plain step, a verify of each width, drafting alone and the whole round are
+compiled apart from the production stages and run one after the other, again and
+again; medians are compared. The cache that a program writes is donated to it,
+as in a real round, and handed on to the next, so that no copy is timed that a
+round would not make; `cache_copies` counts the copies that the compiler made.
+
+Every call starts from the same committed context. Weights of the drafter are
+random: times do not depend on them. What the round costs beside drafting and
+verifying (the accept law, commit, draft state) is `overhead_fraction`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import serving
+from spec_jax.config import schema
+from spec_jax.core import verify_layout
+from spec_jax.core.errors import UserError
+from spec_jax.core.vocab import DraftVocab
+from spec_jax.decode import propose, step
+from spec_jax.decode.state import DecodeState, Slots, empty_slots
+from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.frozen import frozen_from_params
+from spec_jax.sampling.transform import Sampling
+from spec_jax.target.cache import init_cache
+from spec_jax.target.loading import Target
+
+GREEDY, SAMPLED = "greedy", "sampled"
+_STANDARD_WIDTH = 8  # `verify8_over_plain`
+_NUM_STOP_IDS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program and what it is called with.
+
+    Attributes:
+      run: (state, slots) -> (state, outputs); `state` is donated where written.
+      compiled: the executable.
+      sampling: GREEDY or SAMPLED.
+    """
+
+    run: Callable
+    compiled: Any
+    sampling: str
+
+
+def main(cfg: schema.BenchRound, workdir: pathlib.Path) -> dict[str, Any]:
+    """Metrics and the cost split of `configs/bench/round.py`."""
+    del workdir
+    target, params = serving.load_serving_target(cfg.target)
+    drafter = serving.new_drafter(cfg, target)
+    drafter = serving.with_num_draft(drafter, cfg.serve.num_draft, target)
+    return measure(cfg, target, params, drafter)
+
+
+def measure(
+    cfg: schema.BenchRound, target: Target, params: Any, drafter: Drafter
+) -> dict[str, Any]:
+    """Compiles, warms up, measures in turn.
+
+    Args:
+      cfg: the recipe; `bench` says how, `serve` gives the sampled settings.
+      target: the target; only its spec is read.
+      params: its parameters in the serving layout.
+      drafter: what is timed, with random weights.
+
+    Returns:
+      Metrics; `series` holds the cost split.
+
+    Raises:
+      UserError: the allocation cannot hold the context and the widest verify.
+    """
+    window = drafter.layout.window
+    widths = sorted({*cfg.bench.widths, _STANDARD_WIDTH, window})
+    if cfg.bench.context + widths[-1] > cfg.serve.max_context:
+        raise UserError(
+            f"serve.max_context={cfg.serve.max_context} must be at least bench.context "
+            f"plus the widest verify, {cfg.bench.context + widths[-1]}; raise it"
+        )
+    kept = cfg.drafter.draft_vocab  # which ids does not matter here
+    vocab = DraftVocab(tuple(range(kept)), target.spec.vocab_size) if kept else None
+    weights = Weights(
+        target=params,
+        draft=jax.jit(drafter.init)(jax.random.key(cfg.seed)),
+        frozen=frozen_from_params(params, vocab),
+    )
+    state = _live_state(cfg, target, drafter)
+    programs = compile_programs(cfg, target, drafter, weights, state, widths)
+    times, emitted = _run_in_turn(cfg, target, programs, state)
+    ms = {name: statistics.median(values) for name, values in times.items()}
+    found = {
+        "plain_step_ms": ms["plain", GREEDY],
+        "verify_ms": {str(w): ms[f"verify{w}", GREEDY] for w in widths},
+        "verify8_over_plain": ms[f"verify{_STANDARD_WIDTH}", GREEDY]
+        / ms["plain", GREEDY],
+    }
+    for kind, suffix in ((GREEDY, ""), (SAMPLED, "_sampled")):
+        draft, whole = ms["draft", kind], ms["round", kind]
+        rest = whole - draft - ms[f"verify{window}", GREEDY]
+        found[f"draft_ms{suffix}"] = draft
+        found[f"round_ms{suffix}"] = whole
+        found[f"overhead_fraction{suffix}"] = rest / whole
+    found["plain_step_ms_sampled"] = ms["plain", SAMPLED]
+    return found | {
+        "cache_copies": sum(
+            cache_copies(program.compiled, state) for program in programs.values()
+        ),
+        "window": window,
+        "context": cfg.bench.context,
+        "slots": cfg.serve.slots,
+        "repeats": cfg.bench.repeats,
+        "series": {"cost": _cost(ms, emitted, window, cfg.serve.slots)},
+    }
+
+
+def compile_programs(
+    cfg: schema.BenchRound,
+    target: Target,
+    drafter: Drafter,
+    weights: Weights,
+    state: DecodeState,
+    widths: list[int],
+) -> dict[tuple[str, str], Program]:
+    """What is timed, by (name, sampling), in the order of one turn."""
+    spec, taps = target.spec, drafter.needs.layer_ids
+    options = RoundOptions(one_hot_draft=cfg.serve.one_hot_draft)
+    slots = jax.eval_shape(lambda: _slots(cfg, spec.vocab_size, GREEDY))
+    abstract = jax.eval_shape(lambda x: x, state)
+    batch = cfg.serve.slots
+
+    def aot(function, donated, *args):
+        """Compiles `function(weights, donated part, ...)`."""
+        argnums = (1,) if donated else ()
+        return jax.jit(function, donate_argnums=argnums).lower(weights, *args).compile()
+
+    def plain_step(weights, cache, slots):
+        before = DecodeState(cache, None, slots)
+        after, result = step.round_step(
+            spec, None, (), options, weights, before, speculate=False
+        )
+        return after.cache, result
+
+    plain = aot(plain_step, True, abstract.cache, slots)
+
+    def run_plain(state, slots):
+        cache, result = plain(weights, state.cache, slots)
+        return state.replace(cache=cache), result
+
+    def verify_program(width):
+        drafts_BM = jnp.ones((batch, width - 1), jnp.int32)
+        full_B = jnp.full((batch,), width, jnp.int32)
+
+        def verify_only(weights, cache, slots, drafts_BM, full_B):
+            layout = verify_layout.chain(slots.anchor_B, drafts_BM, full_B)
+            before = DecodeState(cache, None, slots)
+            logits_BWV, output = step.target_rows(spec, weights, before, layout, taps)
+            return output.cache, (logits_BWV, output.features_BTLD)
+
+        verify = aot(verify_only, True, abstract.cache, slots, drafts_BM, full_B)
+
+        def run_verify(state, slots):
+            cache, rows = verify(weights, state.cache, slots, drafts_BM, full_B)
+            return state.replace(cache=cache), rows
+
+        return Program(run_verify, verify, GREEDY)
+
+    def draft_only(weights, draft, slots):
+        # The cache is no part of it: a drafter reads its own state alone.
+        before = DecodeState(None, draft, slots)
+        return propose.propose(
+            drafter,
+            weights.draft,
+            weights.frozen,
+            before,
+            one_hot=options.one_hot_draft,
+        )
+
+    draft = aot(draft_only, False, abstract.draft, slots)
+
+    def run_draft(state, slots):
+        return state, draft(weights, state.draft, slots)
+
+    def whole_round(weights, state):
+        return step.round_step(spec, drafter, taps, options, weights, state)
+
+    whole = aot(whole_round, True, abstract)
+
+    def run_round(state, slots):
+        return whole(weights, state.replace(slots=slots))
+
+    programs = {("plain", GREEDY): Program(run_plain, plain, GREEDY)}
+    for width in widths:
+        programs[f"verify{width}", GREEDY] = verify_program(width)
+    for kind in (GREEDY, SAMPLED):
+        programs["draft", kind] = Program(run_draft, draft, kind)
+        programs["round", kind] = Program(run_round, whole, kind)
+    programs["plain", SAMPLED] = Program(run_plain, plain, SAMPLED)
+    return programs
+
+
+def cache_copies(compiled: Any, state: DecodeState) -> int:
+    """Copies of a whole target or draft cache in a compiled program.
+
+    A donated cache that is written where it lies needs none. A copy would be
+    timed in a part and not in the round, or the other way about.
+    """
+    shapes = {
+        ",".join(map(str, leaf.shape))
+        for leaf in jax.tree.leaves((state.cache, state.draft))
+        if leaf.ndim > 3
+    }
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    return sum(shape in shapes for shape in made)
+
+
+def _run_in_turn(cfg, target, programs: Mapping, state: DecodeState):
+    """Milliseconds of every call, and tokens that each kind of round emitted."""
+    times: dict = {name: [] for name in programs}
+    emitted: dict = {}
+    for repeat in range(cfg.bench.warmup + cfg.bench.repeats):
+        for name, program in programs.items():
+            slots = _slots(cfg, target.spec.vocab_size, program.sampling)
+            jax.block_until_ready((state, slots))
+            start = time.perf_counter()
+            state, outputs = jax.block_until_ready(program.run(state, slots))
+            seconds = time.perf_counter() - start
+            if repeat >= cfg.bench.warmup:
+                times[name].append(1e3 * seconds)
+            if name[0] == "round":
+                emitted[name[1]] = int(np.sum(outputs.emitted_B))
+    return times, emitted
+
+
+def _live_state(cfg: schema.BenchRound, target: Target, drafter: Drafter):
+    """Caches whose first `bench.context` rows count; what they hold is random."""
+    cache = init_cache(target.spec, cfg.serve.slots, cfg.serve.max_context)
+    draft = drafter.init_state(cfg.serve.slots, cfg.serve.max_context)
+    rng = np.random.default_rng(cfg.seed)
+
+    def fill(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        return jnp.asarray(noise, leaf.dtype)
+
+    cache, draft = jax.tree.map(fill, (cache, draft))
+    return DecodeState(cache, draft, _slots(cfg, target.spec.vocab_size, GREEDY))
+
+
+def _slots(cfg: schema.BenchRound, vocab_size: int, kind: str) -> Slots:
+    """Live slots, new buffers each time: a round takes them away."""
+    batch, serve = cfg.serve.slots, cfg.serve
+
+    def each(value, dtype=np.int32):
+        return jnp.asarray(np.full((batch,), value, dtype))
+
+    sampled = kind == SAMPLED
+    return empty_slots(batch, _NUM_STOP_IDS).replace(
+        anchor_B=jnp.asarray(np.arange(1, batch + 1, dtype=np.int32) % vocab_size),
+        length_B=each(cfg.bench.context),
+        remaining_B=each(1 << 20),
+        active_B=each(True, bool),
+        speculate_B=each(True, bool),
+        seed_B=each(cfg.seed),
+        sampling=Sampling(
+            greedy_B=each(not sampled, bool),
+            temperature_B=each(serve.temperature if sampled else 1.0, np.float32),
+            top_k_B=each(serve.top_k if sampled else 0),
+            top_p_B=each(serve.top_p if sampled else 1.0, np.float32),
+            min_p_B=each(serve.min_p if sampled else 0.0, np.float32),
+        ),
+    )
+
+
+def _cost(ms: Mapping, emitted: Mapping, window: int, batch: int) -> dict:
+    """Milliseconds per emitted token, part by part."""
+    bars = {"plain": {"verify": ms["plain", GREEDY] / batch}}
+    for kind in (GREEDY, SAMPLED):
+        parts = {"draft": ms["draft", kind], "verify": ms[f"verify{window}", GREEDY]}
+        parts["accept, commit, draft state"] = max(
+            0.0, ms["round", kind] - sum(parts.values())
+        )
+        bars[f"round, {kind}"] = {
+            part: value / emitted[kind] for part, value in parts.items()
+        }
+    return bars
