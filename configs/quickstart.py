@@ -30,5 +30,6 @@ def get_config(arg=""):
     config.train.checkpoint_every = 120
     config.train.eval_prompts = 4
     config.serve.max_context = 384
+    config.serve.prefill_buckets = (64, 128)
     config.serve.max_new_tokens = 96
     return config

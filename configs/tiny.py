@@ -32,5 +32,6 @@ def get_config(arg=""):
     config.train.checkpoint_every = 100
     config.train.eval_new_tokens = 32
     config.serve.max_context = 160
+    config.serve.prefill_buckets = (64,)
     config.serve.max_new_tokens = 48
     return config

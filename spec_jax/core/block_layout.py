@@ -18,6 +18,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from spec_jax.core.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
@@ -34,7 +36,7 @@ class BlockLayout:
 
     def __post_init__(self):
         if self.num_draft < 1:
-            raise ValueError(f"layout.num_draft={self.num_draft} must be at least 1")
+            raise UserError(f"layout.num_draft={self.num_draft} must be at least 1")
 
     @property
     def num_query(self) -> int:
@@ -54,7 +56,7 @@ class BlockLayout:
     def with_num_draft(self, num_draft: int) -> BlockLayout:
         """The same layout serving fewer drafts; more than trained is refused."""
         if num_draft > self.num_draft:
-            raise ValueError(
+            raise UserError(
                 f"serve.num_draft={num_draft} is more than the {self.num_draft} "
                 "this drafter was trained for; ask for at most that many"
             )

@@ -24,10 +24,10 @@ from typing import Any
 import grain
 import numpy as np
 
+from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.data.samples import MAX_SKIPPED, check_skipped
 from spec_jax.data.store import FeatureStore
-from spec_jax.drafters.base import Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.core import block_layout
+from spec_jax.core.batch import Batch
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema, check_layer_ids, default_layer_ids
 from spec_jax.core.proposal import Proposal
 from spec_jax.core.shapes import bind
-from spec_jax.drafters.base import Batch, Drafter, Frozen, Rows, TrainOutputs
+from spec_jax.drafters.base import Drafter, Frozen, Rows, TrainOutputs
 from spec_jax.nn import anchors, attention, block
 from spec_jax.target.cache import KVCache
 from spec_jax.target.spec import TargetSpec

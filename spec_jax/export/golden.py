@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core import masks
+from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.core.proposal import TokenLaw
 from spec_jax.core.vocab import DraftVocab
-from spec_jax.drafters.base import Batch, Drafter, Frozen, Rows
+from spec_jax.drafters.base import Drafter, Frozen, Rows
 from spec_jax.drafters.frozen import frozen_for
 from spec_jax.target import model
 from spec_jax.target.cache import init_cache

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
-from spec_jax.drafters.base import Batch, Drafter
+from spec_jax.drafters.base import Drafter
 from spec_jax.nn.anchors import row_keys
 from spec_jax.parallel import mesh as mesh_lib
 from spec_jax.train.state import TrainState

@@ -74,7 +74,8 @@ def test_attend_equals_dense_attention(monkeypatch, allocated, histories, window
 
 def test_write_rows_drops_what_lies_past_the_allocation():
     cache = jnp.zeros((LAYERS, 3, G, 6, C))
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(LAYERS, 3, 4, G, C)), jnp.float32)
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(LAYERS, 3, 4, G, C)), jnp.float32)
     start = jnp.asarray([0, 4, 6])
     out = np.asarray(jax.jit(attention.write_rows)(cache, rows, start))
     want = np.zeros(out.shape, np.float32)

@@ -56,7 +56,7 @@ def test_listener_counts_compiles():
 
 
 def test_soak_with_joins():
-    """300 random requests join while others run; 2 % of ticks join none."""
+    """300 random requests join while others run."""
     engine, world = engine_and_world()
     rng = random.Random(0)
     prompts = tiny.prompts_of(300, 23, seed=20, low=1, high=70)
@@ -129,6 +129,40 @@ def test_rounds_do_not_wait_for_the_host():
             if "round" in steady[index:]:
                 assert reads <= ahead
     assert order.count("read") == order.count("round") + 1
+
+
+def outside_conditions(jaxpr):
+    """Every equation that runs whatever the conditions decide."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name == "cond":
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from outside_conditions(inner)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_greedy_batches_skip_sampling_work(speculate):
+    """Uniforms, weights and sums over the vocabulary stand behind conditions."""
+    engine, _ = engine_and_world()
+    jaxpr = jax.make_jaxpr(
+        lambda w, s: step.round_step(
+            engine.spec, engine.drafter, (0,), engine.options.round, w, s,
+            speculate=speculate,
+        )
+    )(engine.weights, engine.state)
+    equations = list(outside_conditions(jaxpr.jaxpr))
+    names = {e.primitive.name for e in equations}
+    assert {"cond", "dot_general", "exp"} <= names
+    assert not {n for n in names if "random" in n or "threefry" in n or n == "sort"}
+    vocab = engine.spec.vocab_size
+    for equation in equations:
+        shape = equation.outvars[0].aval.shape
+        if equation.primitive.name in ("exp", "cumsum", "log") and shape:
+            assert shape[-1] != vocab
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

@@ -22,6 +22,7 @@ from spec_jax.core.proposal import Proposal, row_probs
 from spec_jax.decode import propose, step, verify
 from spec_jax.decode.state import DecodeState, empty_slots
 from spec_jax.drafters import base
+from spec_jax.sampling import transform
 from spec_jax.sampling.transform import Sampling
 from tests.support import laws, tiny
 
@@ -262,8 +263,8 @@ def enumerate_law(monkeypatch, setting, cut, *, seed=0, one_hot=False, target_id
     emitted, recorded = np.asarray(emitted), np.asarray(recorded)
     bias, seen = worst_bias(emitted[: len(rows)], weights, p)
     # The empty prefix always counts; a full dense window goes past many more.
-    assert seen >= (20 if cut == "full" and setting == PLAIN and not one_hot
-                    and target_ids is None else 1)
+    dense = setting == PLAIN and not one_hot and target_ids is None
+    assert seen >= (20 if cut == "full" and dense else 1)
     return bias, (emitted, recorded, q)
 
 
@@ -300,7 +301,8 @@ def test_reduced_vocabulary(monkeypatch, setting, cut):
         monkeypatch, setting, cut, target_ids=(0, 2), seed=3
     )
     assert bias < 1e-6
-    assert (recorded[..., 1] == 0).all() and (emitted == 2).any()
+    assert (recorded[..., 1] == 0).all()
+    assert (emitted == 2).any() or setting == GREEDY
 
 
 def test_q_equal_to_p_accepts_everything(monkeypatch):
@@ -338,12 +340,21 @@ def test_correction_from_p_is_caught(monkeypatch):
     assert bias > 0.05
 
 
+def test_forward_that_stored_nothing_is_an_error():
+    """Finite logits over rows that were never written must not become history."""
+    slots = empty_slots(2, 1)
+    proposal = propose.no_proposal(slots)
+    layout = verify_layout.chain(slots.anchor_B, proposal.tokens_BM, jnp.ones(2, int))
+    verdict = step.accept(
+        jnp.zeros((2, 1, V)), jnp.asarray([True, False]), slots, proposal, layout
+    )
+    assert verdict.bad_B.tolist() == [False, True]
+
+
 def test_zero_uniform_with_zero_p_rejects():
     """u = 0 is drawn once in 2^23; p(d) = 0 must reject it."""
     logits = jnp.asarray([[[5.0, 4.0, 0.0], [5.0, 4.0, 0.0]]])
     setting = as_sampling(TOP_K)
-    from spec_jax.sampling import transform
-
     p_law = transform.law_of(logits, setting)
     q_law = transform.law_of(logits[:, :1] * 0, as_sampling(PLAIN))
     for token, accepted in ((2, 0), (0, 1)):

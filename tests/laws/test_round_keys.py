@@ -40,12 +40,18 @@ def two_rounds(fold):
     size_b = SIZE
     slots = empty_slots(size_b, 1).replace(
         seed_B=jnp.arange(size_b, dtype=jnp.int32),
-        sampling=transform.all_greedy(size_b).replace(greedy_B=jnp.zeros((size_b,), bool)),
+        sampling=transform.all_greedy(size_b).replace(
+            greedy_B=jnp.zeros((size_b,), bool)
+        ),
     )
     p_logits = jnp.log(jnp.asarray([0.5, 0.5]))
     q_logits = jnp.log(jnp.asarray([0.7, 0.3]))
-    p_law = transform.law_of(jnp.broadcast_to(p_logits, (size_b, M + 1, 2)), slots.sampling)
-    q_law = transform.law_of(jnp.broadcast_to(q_logits, (size_b, M, 2)), slots.sampling)
+
+    def rows_of(logits, count):
+        rows = jnp.broadcast_to(logits, (size_b, count, 2))
+        return transform.law_of(rows, slots.sampling)
+
+    p_law, q_law = rows_of(p_logits, M + 1), rows_of(q_logits, M)
 
     def one_round(round_B, position_B, verify_len_B):
         uniforms = functools.partial(fold, slots.seed_B, round_B, position_B)

@@ -3,7 +3,6 @@
 These tests run under `make parity`, in an environment of their own.
 """
 
-import json
 import types
 
 import numpy as np
@@ -144,8 +143,3 @@ def pair(public, kit, tmp_path_factory):
 def text():
     """A fixed random text of 40 ids, none special."""
     return np.random.default_rng(17).integers(4, VOCAB, 40).astype(np.int32)
-
-
-@pytest.fixture
-def read_json():
-    return lambda path: json.loads(path.read_text())

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from spec_jax.core.batch import Batch
 from spec_jax.core.features import Contract
 from spec_jax.drafters import dflash
-from spec_jax.drafters.base import Batch
 from spec_jax.drafters.frozen import frozen_for
 from spec_jax.export import folder, golden
 

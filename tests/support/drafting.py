@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.core.batch import Batch
 from spec_jax.core.proposal import TokenLaw
-from spec_jax.drafters.base import Batch, Frozen, Rows
+from spec_jax.drafters.base import Frozen, Rows
 from spec_jax.target.spec import TargetSpec
 
 TINY = TargetSpec(

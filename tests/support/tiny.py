@@ -129,7 +129,9 @@ def bigram(spec, num_draft):
         b_BT = jnp.broadcast_to(jnp.arange(size_b)[:, None], (size_b, size_t))
         at_BT = rows.start_B[:, None] + jnp.arange(size_t)[None]
         return {
-            "tokens": state["tokens"].at[0, b_BT, at_BT].set(rows.tokens_BT, mode="drop"),
+            "tokens": state["tokens"].at[0, b_BT, at_BT].set(
+                rows.tokens_BT, mode="drop"
+            ),
             "next": state["next"].at[0, b_BT, at_BT].set(
                 rows.next_tokens_BT, mode="drop"
             ),

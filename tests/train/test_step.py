@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-
 from spec_jax import objectives
+from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.drafters import dflash
-from spec_jax.drafters.base import Batch, Frozen
+from spec_jax.drafters.base import Frozen
 from spec_jax.parallel import mesh as mesh_lib
 from spec_jax.target.spec import TargetSpec
 from spec_jax.train.checkpoint import Checkpoints

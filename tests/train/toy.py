@@ -12,9 +12,10 @@ import numpy as np
 
 from spec_jax import objectives
 from spec_jax.core import block_layout
+from spec_jax.core.batch import Batch
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.drafters.base import Batch, Drafter, Frozen, TrainOutputs
+from spec_jax.drafters.base import Drafter, Frozen, TrainOutputs
 from spec_jax.nn import anchors, layers
 
 VOCAB, WIDTH, TAPS, DRAFTS, ANCHORS = 17, 8, 2, 3, 4
