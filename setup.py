@@ -32,7 +32,9 @@ EXTRAS = {
     "dev": [
         "chex>=0.1.90",
         "hypothesis>=6.130",
+        "ipykernel>=6.29",
         "mypy>=1.15",
+        "nbclient>=0.10",
         "pytest>=8.3",
         "ruff>=0.11",
     ],

@@ -4,9 +4,12 @@
         --config.prompt="Why is the sky blue?" --config.drafter=<folder>
 
 The folder is what a training run exported (`runs/<recipe>-<hash>/export`).
-Without one the same engine decodes plainly, to compare.
+Without one the same engine decodes plainly, to compare. Accepted drafts are
+green, what the target chose is not; the last line says what it was worth.
 
-Time: seconds.
+Time: the first start compiles for half a minute on two CPU cores; later ones
+take about ten seconds, then some 35 tokens/s plainly.
+Colour also into a pipe: --config.colour=always
 Sampled instead of greedy: --config.serve.temperature=0.7
 """
 

@@ -17,19 +17,27 @@ from configs import common
 def get_config(arg=""):
     config = common.base("pipeline", arg or "dflash")
     common.smollm2_drafter(config)
-    config.data.num_synth_prompts = 160
+    # A narrow task: a drafter of 5 M parameters learns it in minutes.
+    config.data.synth_openings = ("Write a short story about", "Tell me a story about")
+    config.data.num_synth_prompts = 172
+    config.data.synth_max_tokens = 32
     config.data.max_new_tokens = 96
-    config.data.max_tokens = 224
+    config.data.max_tokens = 192
     config.data.held_out = 12
+    config.data.greedy_share = 1.0
+    config.capture.batch = 16
+    config.drafter.draft_vocab = 4096
     config.drafter.options.num_layers = 1
     config.drafter.options.num_draft = 4
-    config.drafter.options.num_anchors = 16
-    config.train.seq_len = 224
-    config.train.steps = 240
-    config.train.eval_every = 120
-    config.train.checkpoint_every = 120
+    config.drafter.options.num_anchors = 24
+    config.objective.decay_gamma = 4.0
+    config.train.seq_len = 192
+    config.train.batch = 8
+    config.train.steps = 400
+    config.train.eval_every = 200
+    config.train.checkpoint_every = 200
     config.train.eval_prompts = 4
-    config.serve.max_context = 384
-    config.serve.prefill_buckets = (64, 128)
+    config.serve.max_context = 256
+    config.serve.prefill_buckets = (32, 64)
     config.serve.max_new_tokens = 96
     return config

@@ -17,18 +17,26 @@ def get_config(arg=""):
     config = common.base("pipeline", arg or "dflash")
     common.smollm2_drafter(config)
     config.data.num_synth_prompts = 1024
-    config.data.max_new_tokens = 192
-    config.data.max_tokens = 384
+    config.data.max_new_tokens = 128
+    config.data.max_tokens = 320
     config.data.held_out = 32
+    config.data.greedy_share = 0.75
+    # float16 holds SmolLM2's largest feature (2.5e4) and halves the store.
+    config.capture.dtype = "float16"
+    config.capture.batch = 16
+    # The head is most of a slot's cost: propose the tokens that answers contain.
+    config.drafter.draft_vocab = 8192
     config.drafter.options.num_layers = 2
     config.drafter.options.num_draft = 7
     config.drafter.options.num_anchors = 40
+    config.drafter.options.layer_ids = (4, 10, 16, 22, 27)
     config.objective.decay_gamma = 4.0
-    config.train.seq_len = 384
-    config.train.steps = 6000
+    config.train.seq_len = 320
     config.train.batch = 6
+    config.train.steps = 6000
     config.train.eval_every = 500
     config.train.checkpoint_every = 250
     config.train.eval_prompts = 16
     config.train.max_minutes = 90.0
+    config.serve.prefill_buckets = (32, 128)
     return config

@@ -173,6 +173,11 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     return metrics | {"series": series}
 
 
+def one_by_one(serve: schema.Serve) -> schema.Serve:
+    """One request at a time: validation and the final decode share programs."""
+    return dataclasses.replace(serve, slots=1)
+
+
 def synthesise(cfg, target, params, serve, drafter, workdir) -> synthesis.Synthesis:
     """Samples of the recipe, made by a plain engine of many slots."""
     engine = functools.cache(
@@ -237,17 +242,12 @@ def train(cfg, target, params, drafter, frozen, contract, store_path, made, work
     mesh = mesh_lib.make_mesh(
         loading.to_dataclass(mesh_lib.MeshOptions, dict(cfg.mesh))
     )
-    serve = dataclasses.replace(
-        cfg.serve,
-        slots=min(8, cfg.train.eval_prompts),
-        max_context=max(len(p) for p in made.held_out) + cfg.train.eval_new_tokens + 64,
-    )
     engine = serving.make_engine(
         target,
         params,
-        serve,
+        one_by_one(cfg.serve),
         (drafter, drafter.init(jax.random.key(cfg.seed)), frozen),
-        chunks_per_tick=8,
+        plain=False,
     )
     prompts = [list(p) for p in made.held_out[: cfg.train.eval_prompts]]
     settings = Settings(max_new_tokens=cfg.train.eval_new_tokens)
@@ -313,12 +313,9 @@ def export(cfg, target, drafter, params, contract, vocab, made, workdir):
 def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
     """Loads the exported folder and decodes held-out prompts three ways."""
     exported = serving.load_drafter(str(workdir / "export"), target)
-    longest = max(len(p) for p in made.held_out)
-    serve = dataclasses.replace(
-        cfg.serve, slots=1, max_context=longest + cfg.serve.max_new_tokens + 64
-    )
+    serve = one_by_one(cfg.serve)
     plain = serving.make_engine(target, params, serve)
-    ours = serving.make_engine(target, params, serve, exported)
+    ours = serving.make_engine(target, params, serve, exported, plain=False)
     settings = serving.settings_from(serve, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     prompts = [list(p) for p in made.held_out]
     num_draft = ours.drafter.layout.num_draft
@@ -335,12 +332,10 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
         [d.generation.tokens for d in runs],
         settings,
     )
-    control_drafter = decoding.with_shuffled_features(ours.drafter, cfg.seed)
-    control = serving.make_engine(
-        target, params, serve, (control_drafter, exported.params, ours.weights.frozen)
-    )
+    shuffled_params = decoding.with_shuffled_features(exported.params, cfg.seed)
+    ours.weights = dataclasses.replace(ours.weights, draft=shuffled_params)
     keep = [i for i, d in enumerate(base_runs) if not d.looping] or range(len(prompts))
-    shuffled = [decoding.decode_one(control, prompts[i], settings) for i in keep]
+    shuffled = [decoding.decode_one(ours, prompts[i], settings) for i in keep]
     summary |= {
         "accept_length_shuffled": decoding.accept_length(
             [d.generation for d in shuffled]

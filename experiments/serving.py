@@ -111,6 +111,7 @@ def make_engine(
     drafter: Exported | Trained | None = None,
     *,
     chunks_per_tick: int = 1,
+    plain: bool = True,
 ) -> Engine:
     """Compiles an engine for a recipe's `serve` section.
 
@@ -121,6 +122,7 @@ def make_engine(
       drafter: what `load_drafter` returned, a `Trained` one, or None to decode
         plainly.
       chunks_per_tick: prefill chunks between two rounds (offline work: many).
+      plain: also compile a drafter's engine for rounds in which nobody speculates.
 
     Raises:
       UserError: the allocation is too small, or `serve.num_draft` is more than
@@ -137,6 +139,7 @@ def make_engine(
         max_context=serve.max_context,
         prefill_buckets=serve.prefill_ladder,
         chunks_per_tick=chunks_per_tick,
+        plain=plain,
         round=RoundOptions(one_hot_draft=serve.one_hot_draft),
     )
     return Engine(target.spec, weights, options, chosen, mask_id)

@@ -49,8 +49,8 @@ class Synthesis:
     looping: int
 
 
-def user_turn_prefix(target: Target, system: str = "") -> list[int]:
-    """Token ids of the template up to where the user's text begins."""
+def user_turn_prefix(target: Target, system: str = "", opening: str = "") -> list[int]:
+    """Token ids of the template up to the user's text, and its first words."""
     messages = [{"role": "user", "content": _HERE}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -61,7 +61,7 @@ def user_turn_prefix(target: Target, system: str = "") -> list[int]:
             "the chat template rewrites the user's text, so the target cannot be asked "
             "to complete it; set data.num_synth_prompts=0 and name data.prompts"
         )
-    return target.tokenizer.encode(before)
+    return target.tokenizer.encode(before) + target.tokenizer.encode(opening)
 
 
 def synthesise_prompts(
@@ -73,7 +73,8 @@ def synthesise_prompts(
     say: Callable[[str], None],
 ) -> list[prompt_files.Prompt]:
     """User turns the target makes up itself; unfinished and repeated ones drop out."""
-    prefix = user_turn_prefix(target, data.system)
+    openings = data.synth_openings or ("",)
+    prefixes = [user_turn_prefix(target, data.system, words) for words in openings]
     cache = folder / "turns"
     cache.mkdir(parents=True, exist_ok=True)
     texts: dict[str, None] = {}
@@ -89,10 +90,14 @@ def synthesise_prompts(
                 )
                 for i in range(GROUP)
             ]
-            made = engine().generate([prefix] * GROUP, settings)
+            begun = [i % len(openings) for i in range(GROUP)]
+            made = engine().generate([prefixes[i] for i in begun], settings)
             turns = [
                 sample_files.make_sample(
-                    prefix, g.tokens, f"turn/{group}/{i}", data.synth_temperature
+                    prefixes[begun[i]],
+                    g.tokens,
+                    f"turn/{group}/{i}/{begun[i]}",
+                    data.synth_temperature,
                 )
                 for i, g in enumerate(made)
                 if g.finish_reason == "stop"
@@ -103,7 +108,8 @@ def synthesise_prompts(
             body = turn.answer[:-1]
             if target.tokenizer.special_ids & set(body) or turn.looping:
                 continue
-            text = target.tokenizer.decode(body).strip()
+            opening = openings[int(turn.source.rsplit("/", 1)[1])]
+            text = (opening + target.tokenizer.decode(body)).strip()
             if len(text) >= 8:
                 texts.setdefault(text)
         empty = empty + 1 if len(texts) == before else 0

@@ -3,7 +3,13 @@
     make parity        (installs torch apart, then runs this)
     python -m experiments.run configs/bench/peers.py
 
+The target is written as a Hugging Face folder and read back by transformers.
+Each prompt is decoded greedily by both in alternating order, prefill included,
+every answer in full length, on the same number of threads.
+
 Time: a few minutes on two CPU cores.
+Numbers: `plain_over_transformers` of 1.0 or more; `equal_outputs` near 1 (a
+near-tie may fall the other way).
 More threads for both: --config.bench.threads=4
 """
 
@@ -14,4 +20,7 @@ def get_config(arg=""):
     del arg
     config = common.base("bench_peers")
     config.bench.max_prompts = 8
+    config.bench.max_new_tokens = 64
+    config.bench.repeats = 3
+    config.bench.warmup = 1
     return config

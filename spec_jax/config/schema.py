@@ -163,6 +163,9 @@ class Data:
         False keeps the file for validation only.
       max_file_prompts: how many of the file are used; 0 is all.
       num_synth_prompts: user turns the target makes up itself.
+      synth_openings: words that those user turns begin with, in turn; () leaves
+        the whole turn to the target. A few openings make a narrow task, which a
+        small drafter learns in minutes.
       synth_temperature: of those user turns.
       synth_top_p: of those user turns.
       synth_max_tokens: longest synthesised user turn.
@@ -183,6 +186,7 @@ class Data:
     train_on_prompts: bool = True
     max_file_prompts: int = 0
     num_synth_prompts: int = 256
+    synth_openings: tuple[str, ...] = ()
     synth_temperature: float = 1.0
     synth_top_p: float = 0.95
     synth_max_tokens: int = 64

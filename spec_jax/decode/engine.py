@@ -41,6 +41,9 @@ class EngineOptions:
         chunks of the largest.
       chunks_per_tick: prefill chunks run between two rounds; 1 bounds the time
         between a running request's tokens, `slots` suits offline work.
+      plain: also compile the one-row step that runs when nobody speculates.
+        Without it such requests run in the round, their window cut to the
+        anchor. An engine without a drafter always has it.
       round: static choices of the round.
     """
 
@@ -48,6 +51,7 @@ class EngineOptions:
     max_context: int = 1024
     prefill_buckets: tuple[int, ...] = (32, 128)
     chunks_per_tick: int = 1
+    plain: bool = True
     round: RoundOptions = RoundOptions()
 
     def __post_init__(self):
@@ -148,7 +152,9 @@ class Engine:
                 spec, drafter, taps, options.round, weights, state, speculate=False
             )
 
-        programs: dict = {"plain": aot(plain)}
+        programs: dict = {}
+        if drafter is None or options.plain:
+            programs["plain"] = aot(plain)
         if drafter is not None:
 
             def speculative(weights, state):
@@ -277,7 +283,8 @@ class Engine:
 
     def _dispatch_round(self) -> None:
         speculate = any(job.settings.speculate for job in self._running.values())
-        name = "round" if speculate and "round" in self._programs else "plain"
+        has_round = "round" in self._programs
+        name = "round" if has_round and (speculate or not self.options.plain) else "plain"
         self.state, result = self._programs[name](self.weights, self.state)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from spec_jax.data.samples import distinct_ngrams, is_looping, longest_run
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.request import Generation, Settings
-from spec_jax.drafters.base import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,26 +123,28 @@ def summary(
     }
 
 
-def with_shuffled_features(drafter: Drafter, seed: int = 0) -> Drafter:
-    """The control: the same drafter, its features' channels permuted.
+def with_shuffled_features(params: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+    """The control: the same drafter, its features' channels shuffled.
 
-    Whatever it still accepts comes from the anchor token and from chance, not
-    from what the target computed. If it hardly drops, capture is broken.
+    Shuffling the concatenated feature channels before `fc` is the same as
+    shuffling `fc`'s rows, so the control is a set of weights and needs no program
+    of its own. Whatever it still accepts comes from the anchor token and from
+    chance, not from what the target computed. If it hardly drops, capture is
+    broken.
+
+    Args:
+      params: a drafter's parameters with the features' projection `fc`.
+      seed: of the permutation.
+
+    Raises:
+      ValueError: the drafter has no `fc`.
     """
-    size = drafter.needs.num_layers * drafter.needs.width
-    order = np.random.default_rng(seed).permutation(size)
-
-    def shuffled(fn):
-        def run(params, frozen, state, rows):
-            shape = rows.features_BTLD.shape
-            flat = rows.features_BTLD.reshape(*shape[:2], size)[..., order]
-            return fn(params, frozen, state, rows.replace(features_BTLD=flat.reshape(shape)))
-
-        return run
-
-    return dataclasses.replace(
-        drafter, prefill=shuffled(drafter.prefill), extend=shuffled(drafter.extend)
-    )
+    tree = dict(params["params"])
+    if "fc" not in tree:
+        raise ValueError("the drafter has no fc, so its features cannot be shuffled")
+    order = np.random.default_rng(seed).permutation(tree["fc"].shape[0])
+    tree["fc"] = tree["fc"][order]
+    return {**params, "params": tree}
 
 
 def served_accept_length(
@@ -156,8 +157,3 @@ def served_accept_length(
     made = engine.generate([list(p) for p in prompts], settings)
     kept = [g for g in made if not is_looping(g.tokens)] or made
     return accept_length(kept) or 1.0
-
-
-def ready(tree) -> None:
-    """Waits for a tree of arrays (timings only)."""
-    jax.block_until_ready(tree)

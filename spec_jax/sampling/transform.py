@@ -110,9 +110,7 @@ def _filtered_edge(weights_BTV, sampling: Sampling):
     edge_BT = jax.lax.cond(
         (sampling.top_p_B < 1.0).any(), by_mass, lambda edge: edge, edge_BT
     )
-    edge_BT = jnp.maximum(edge_BT, sampling.min_p_B[:, None])
-    # The maximum has weight 1: no setting drops it.
-    return jnp.minimum(edge_BT, 1.0)
+    return jnp.maximum(edge_BT, sampling.min_p_B[:, None])
 
 
 def law_of(logits_BTV, sampling: Sampling, target_ids_U=None) -> TokenLaw:
@@ -137,8 +135,8 @@ def law_of(logits_BTV, sampling: Sampling, target_ids_U=None) -> TokenLaw:
     def sampled(_):
         scaled_BTV = logits_BTV * scale_B11
         peak_BT = top_BT * inv_temperature_B[:, None]
-        # Subtracted before scaling: the maximum weighs exactly 1 even where the
-        # compiler fuses the multiplication.
+        # Subtracted before scaling: the maximum weighs exactly 1, even where the
+        # compiler fuses the multiplication, so no filter drops it.
         weights_BTV = jnp.exp((logits_BTV - top_BT[..., None]) * scale_B11)
         needs = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
 

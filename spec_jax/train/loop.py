@@ -140,9 +140,10 @@ def _now() -> float:
 
 def _signature(batch) -> list:
     """Structure, shapes and dtypes: what a compiled step is made for."""
+    named = jax.tree_util.tree_leaves_with_path(batch)
     return [
-        (jax.tree_util.keystr(path, simple=True), np.shape(leaf), np.asarray(leaf).dtype)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        (jax.tree_util.keystr(path, simple=True), np.shape(leaf), np.result_type(leaf))
+        for path, leaf in named
     ]
 
 
@@ -330,9 +331,9 @@ class _Runner:
     def _must_stop(self) -> bool:
         if self.step >= self.options.steps:
             self.progress.stopped = "steps"
-        elif self.options.max_seconds is not None:
-            if _agree(self.progress.seconds >= self.options.max_seconds):
-                self.progress.stopped = "time"
+        limit = self.options.max_seconds
+        if limit is not None and _agree(self.progress.seconds >= limit):
+            self.progress.stopped = self.progress.stopped or "time"
         return self.progress.stopped is not None
 
     def _tick(self) -> None:

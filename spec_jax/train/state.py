@@ -46,6 +46,8 @@ def _build(drafter, optimiser, seed, use_ema, params):
     rng, init_key = jax.random.split(jax.random.key(seed))
     if params is None:
         params = drafter.init(init_key)
+    # Copies: neither what the caller holds nor one buffer twice may be donated.
+    params = jax.tree.map(jnp.copy, params)
     require_float32(params, "drafter parameters")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -54,7 +56,6 @@ def _build(drafter, optimiser, seed, use_ema, params):
         rng=rng,
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_row=jnp.zeros((), jnp.int32),
-        # A copy: one buffer must not stand twice in a donated state.
         ema=jax.tree.map(jnp.copy, params) if use_ema else None,
     )
 
@@ -109,14 +110,10 @@ def init_state(
     Raises:
       UserError: parameters that are not float32.
     """
-    template = abstract_state(
-        drafter, optimiser, mesh, use_ema=use_ema, params=params
-    )
+    template = abstract_state(drafter, optimiser, mesh, use_ema=use_ema, params=params)
     target = jax.tree.map(lambda leaf: leaf.sharding, template)
 
     def build(given):
         return _build(drafter, optimiser, seed, use_ema, given)
 
-    # Copies: what the caller holds must not be donated with the state.
-    given = None if params is None else jax.tree.map(jnp.copy, params)
-    return jax.jit(build, out_shardings=target)(given)
+    return jax.jit(build, out_shardings=target)(params)

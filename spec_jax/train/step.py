@@ -33,9 +33,7 @@ def _split(tree, accumulation: int, mesh: Mesh):
     Micro-batch i takes rows i, i + accumulation, ...: the rows of a shard stay
     in it, so nothing moves between devices.
     """
-    sharding = NamedSharding(
-        mesh, PartitionSpec(None, mesh_lib.AXIS_RULES["batch"])
-    )
+    sharding = NamedSharding(mesh, PartitionSpec(None, mesh_lib.AXIS_RULES["batch"]))
 
     def one(leaf):
         apart = leaf.reshape(-1, accumulation, *leaf.shape[1:]).swapaxes(0, 1)

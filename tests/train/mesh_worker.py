@@ -11,18 +11,18 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import numpy as np
+import numpy as np  # noqa: E402
 
-from spec_jax.parallel.mesh import (
+from spec_jax.parallel.mesh import (  # noqa: E402
     MeshOptions,
     make_mesh,
     place_batch,
     shard_params,
 )
-from spec_jax.train.optimiser import OptimiserOptions, make_optimiser
-from spec_jax.train.state import init_state
-from spec_jax.train.step import make_train_step
-from tests.train import toy
+from spec_jax.train.optimiser import OptimiserOptions, make_optimiser  # noqa: E402
+from spec_jax.train.state import init_state  # noqa: E402
+from spec_jax.train.step import make_train_step  # noqa: E402
+from tests.train import toy  # noqa: E402
 
 CASES = {
     "one": (1, MeshOptions(), 1),
@@ -59,10 +59,8 @@ def run(count, mesh_options, accumulation):
         "grad_norm": float(metrics["grad_norm"][0]),
         "acc": mean(metrics["acc"]),
         "slots": float(metrics["slots"][0]),
-        "anchors": [
-            float(part["anchor_squares"][0]) for part in (metrics, second)
-        ],
-        "params": [np.asarray(leaf).ravel().tolist() for leaf in leaves][0],
+        "anchors": [float(part["anchor_squares"][0]) for part in (metrics, second)],
+        "params": np.asarray(leaves[0]).ravel().tolist(),
         "split_parameters": sum(
             not leaf.sharding.is_fully_replicated for leaf in leaves
         ),

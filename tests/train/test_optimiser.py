@@ -18,9 +18,7 @@ from spec_jax.train.optimiser import (
 def test_schedules_by_hand():
     common = {"lr": 2.0, "total_steps": 100, "warmup_fraction": 0.1}
     cosine = make_schedule(OptimiserOptions(schedule="cosine", **common))
-    wsd = make_schedule(
-        OptimiserOptions(schedule="wsd", decay_fraction=0.2, **common)
-    )
+    wsd = make_schedule(OptimiserOptions(schedule="wsd", decay_fraction=0.2, **common))
     constant = make_schedule(OptimiserOptions(schedule="constant", **common))
     for schedule in (cosine, wsd, constant):
         np.testing.assert_allclose(schedule(0), 0.2, rtol=1e-6)
@@ -65,7 +63,7 @@ def test_float32_is_required_by_name():
     params = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
     require_float32((params, optimiser.init(params)), "state")
     params["b"] = params["b"].astype(jnp.bfloat16)
-    with pytest.raises(UserError, match="state: 0.b is bfloat16"):
+    with pytest.raises(UserError, match=r"state: 0.b is bfloat16"):
         require_float32((params,), "state")
 
 
@@ -107,7 +105,8 @@ def test_clip_bounds_the_gradient():
     options = OptimiserOptions(lr=1.0, clip=1.0, warmup_fraction=0)
     optimiser = make_optimiser(options)
     params = {"a": jnp.zeros(4)}
-    _, state = optimiser.update({"a": jnp.full(4, 50.0)}, optimiser.init(params), params)
+    grads = {"a": jnp.full(4, 50.0)}
+    _, state = optimiser.update(grads, optimiser.init(params), params)
     moments = optax.tree_utils.tree_get(state, "mu")
     np.testing.assert_allclose(moments["a"], (1 - options.b1) * 0.5, rtol=1e-5)
 

@@ -250,9 +250,8 @@ def test_step_lowers_for_accelerators(kind):
     drafter, batch, frozen = _dflash()
     optimiser = make_optimiser(OptimiserOptions(kind=kind, ema=0.9))
     template = abstract_state(drafter, optimiser, MESH, use_ema=True)
-    loss = functools.partial(
-        objectives.loss, options=objectives.ObjectiveOptions(kind="dpace", chunk_rows=32)
-    )
+    options = objectives.ObjectiveOptions(kind="dpace", chunk_rows=32)
+    loss = functools.partial(objectives.loss, options=options)
     step = make_train_step(
         drafter, loss, optimiser, MESH, template=template, accumulation=2, ema=0.9
     )
@@ -264,7 +263,7 @@ def test_step_lowers_for_accelerators(kind):
 
 def test_bad_input_is_named():
     optimiser = make_optimiser(OPTIONS)
-    with pytest.raises(UserError, match="fc is bfloat16.*float32"):
+    with pytest.raises(UserError, match=r"fc is bfloat16.*float32"):
         init_state(toy.make_drafter(jnp.bfloat16), optimiser, 0, MESH)
     with pytest.raises(UserError, match="batch_size=8 must be a multiple of 3"):
         check_batch(toy.make_batch(0), MESH, 3)
@@ -278,7 +277,7 @@ def test_bad_input_is_named():
 def test_given_weights_survive_donation():
     """A warm start copies: the caller's arrays are not consumed."""
     drafter, optimiser = toy.make_drafter(), make_optimiser(OPTIONS)
-    given = drafter.init(jax.random.key(9))
+    given = mesh_lib.shard_params(drafter.init(jax.random.key(9)), MESH)
     state = init_state(drafter, optimiser, 0, MESH, params=given)
     np.testing.assert_array_equal(np.array(state.params["fc"]), np.array(given["fc"]))
     jax.jit(lambda s: s, donate_argnums=0)(state)

@@ -15,7 +15,6 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import jax
 import numpy as np
 
 from spec_jax.train import checkpoint
