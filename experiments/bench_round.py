@@ -69,7 +69,12 @@ def main(cfg: schema.BenchRound, workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def measure(
-    cfg: schema.BenchRound, target: Target, params: Any, drafter: Drafter
+    cfg: schema.BenchRound,
+    target: Target,
+    params: Any,
+    drafter: Drafter,
+    *,
+    standard: bool = True,
 ) -> dict[str, Any]:
     """Compiles, warms up, measures in turn.
 
@@ -78,6 +83,7 @@ def measure(
       target: the target; only its spec is read.
       params: its parameters in the serving layout.
       drafter: what is timed, with random weights.
+      standard: also time a verify of eight rows (`verify8_over_plain`).
 
     Returns:
       Metrics; `series` holds the cost split.
@@ -86,7 +92,9 @@ def measure(
       UserError: the allocation cannot hold the context and the widest verify.
     """
     window = drafter.layout.window
-    widths = sorted({*cfg.bench.widths, _STANDARD_WIDTH, window})
+    widths = sorted({*cfg.bench.widths, window})
+    if standard:
+        widths = sorted({*widths, _STANDARD_WIDTH})
     if cfg.bench.context + widths[-1] > cfg.serve.max_context:
         raise UserError(
             f"serve.max_context={cfg.serve.max_context} must be at least bench.context "
@@ -106,9 +114,10 @@ def measure(
     found = {
         "plain_step_ms": ms["plain", GREEDY],
         "verify_ms": {str(w): ms[f"verify{w}", GREEDY] for w in widths},
-        "verify8_over_plain": ms[f"verify{_STANDARD_WIDTH}", GREEDY]
-        / ms["plain", GREEDY],
     }
+    if _STANDARD_WIDTH in widths:
+        standard = ms[f"verify{_STANDARD_WIDTH}", GREEDY]
+        found["verify8_over_plain"] = standard / ms["plain", GREEDY]
     for kind, suffix in ((GREEDY, ""), (SAMPLED, "_sampled")):
         draft, whole = ms["draft", kind], ms["round", kind]
         rest = whole - draft - ms[f"verify{window}", GREEDY]

@@ -24,7 +24,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from experiments import serving, synthesis
+from experiments import bench_round, serving, synthesis
 from spec_jax.config import loading, schema
 from spec_jax.core import block_layout
 from spec_jax.core.features import Contract, FeatureSchema
@@ -34,7 +34,6 @@ from spec_jax.data import files
 from spec_jax.data.pipeline import Pipeline, PipelineOptions
 from spec_jax.data.store import check_disk, open_store, plan_bytes
 from spec_jax.decode.request import Settings
-from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import compiles, decoding, identity
@@ -49,6 +48,7 @@ from spec_jax.train.metrics import progress_line, read_records
 from spec_jax.train.optimiser import OptimiserOptions
 
 OFFLINE_SLOTS = 32
+COST_REPEATS = 8
 BUCKET = 64
 
 
@@ -72,17 +72,7 @@ def say(text: str) -> None:
     rich.console.Console(soft_wrap=True, highlight=False).print(text)
 
 
-def make_drafter(cfg: schema.Pipeline, target: Target) -> Drafter:
-    """The recipe's drafter, bound to this target."""
-    options = cfg.drafter.options_dict()
-    if cfg.target.source == "tiny" and "mask_id" in options:
-        from experiments import tiny_target
-
-        options["mask_id"] = target.tokenizer.id_of(tiny_target.MASK)
-    return base.load(cfg.drafter.name, options, target.spec)
-
-
-def make_contract(target: Target, drafter: Drafter, dtype: str) -> Contract:
+def make_contract(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> Contract:
     """What features and weights of this run are made under."""
     return Contract(
         target=target.spec.name,
@@ -90,7 +80,8 @@ def make_contract(target: Target, drafter: Drafter, dtype: str) -> Contract:
         mask_id=serving.mask_id_of(drafter),
         anchor_predicts=drafter.layout.anchor_predicts,
         num_draft=drafter.layout.num_draft,
-        feature_dtype=dtype,
+        feature_dtype=cfg.capture.dtype,
+        thinking=cfg.data.thinking,
         **export_folder.target_facts(target),
     )
 
@@ -121,7 +112,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     clock = Clock(workdir / "seconds.json")
     started = time.monotonic()
     target, params = serving.load_serving_target(cfg.target)
-    drafter = make_drafter(cfg, target)
+    drafter = serving.new_drafter(cfg, target)
     serve = dataclasses.replace(
         cfg.serve, slots=OFFLINE_SLOTS, max_context=cfg.data.max_tokens + 64
     )
@@ -130,7 +121,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     vocab, coverage = choose_vocab(
         cfg.drafter.draft_vocab, made.train, target.spec.vocab_size
     )
-    contract = make_contract(target, drafter, cfg.capture.dtype)
+    contract = make_contract(cfg, target, drafter)
     store_path = capture(cfg, target, params, drafter, made, contract, workdir, clock)
     frozen = frozen_from_params(params, vocab)
     result = train(
@@ -138,6 +129,9 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     )
     written = export(cfg, target, drafter, result.params, contract, vocab, made, workdir)
     metrics, series = evaluate(cfg, target, params, workdir, made)
+    metrics["round_costs"], series["cost"] = cost_split(
+        cfg, target, params, drafter, metrics["accept_length"] or 1.0
+    )
     records = read_records(workdir / "train" / "metrics.jsonl")
     losses = [[r["step"], r["loss"]] for r in records if "loss" in r]
     parts = clock.read()
@@ -359,6 +353,42 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
     return summary, series
 
 
+def cost_split(cfg, target, params, drafter, accept_length: float):
+    """Medians of a round's parts at a middling context, and per emitted token.
+
+    Times do not depend on the drafter's weights, so random ones are timed.
+    """
+    window = drafter.layout.window
+    timed = schema.BenchRound(
+        seed=cfg.seed,
+        target=cfg.target,
+        drafter=cfg.drafter,
+        serve=dataclasses.replace(
+            one_by_one(cfg.serve), temperature=1.0, top_p=0.9, top_k=0, min_p=0.0
+        ),
+        bench=schema.Bench(
+            warmup=1,
+            repeats=COST_REPEATS,
+            widths=(1, window),
+            context=cfg.serve.max_context // 2,
+        ),
+    )
+    found = bench_round.measure(timed, target, params, drafter, standard=False)
+    verify = found["verify_ms"][str(window)]
+    rest = found["round_ms"] - found["draft_ms"] - verify
+    split = {
+        "plain": {"target": found["plain_step_ms"]},
+        "speculative": {
+            "draft": found["draft_ms"] / accept_length,
+            "target": verify / accept_length,
+            "state and rest": max(rest, 0.0) / accept_length,
+        },
+    }
+    kept = ("plain_step_ms", "draft_ms", "round_ms", "overhead_fraction")
+    costs = {name: found[name] for name in kept} | {"verify_ms": verify}
+    return costs, split
+
+
 def sample_text(target: Target, generation) -> dict:
     """A decoded answer in pieces, accepted drafts marked."""
     decode = target.tokenizer.decode
@@ -377,7 +407,7 @@ def sample_text(target: Target, generation) -> dict:
 def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
     """Sizes, bytes and the order of work, without starting any of it."""
     target, _ = serving.load_serving_target(cfg.target)
-    drafter = make_drafter(cfg, target)
+    drafter = serving.new_drafter(cfg, target)
     prompts = cfg.data.num_synth_prompts + cfg.data.max_file_prompts
     tokens = prompts * cfg.data.max_tokens
     feature = FeatureSchema(
@@ -417,7 +447,7 @@ def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
 def inspect(cfg: schema.Pipeline, workdir: pathlib.Path) -> None:
     """Prints one conversation of a batch token by token."""
     target, params = serving.load_serving_target(cfg.target)
-    drafter = make_drafter(cfg, target)
+    drafter = serving.new_drafter(cfg, target)
     serve = dataclasses.replace(
         cfg.serve, slots=OFFLINE_SLOTS, max_context=cfg.data.max_tokens + 64
     )

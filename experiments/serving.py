@@ -100,7 +100,7 @@ def new_drafter(cfg: Any, target: Target) -> Drafter:
     if cfg.target.source == "tiny" and "mask_id" in options:
         from experiments import tiny_target
 
-        options["mask_id"] = tiny_target.mask_id(target)
+        options["mask_id"] = target.tokenizer.id_of(tiny_target.MASK)
     return base.load(cfg.drafter.name, options, target.spec)
 
 

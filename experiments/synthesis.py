@@ -184,6 +184,8 @@ def synthesise(
         return _from_file(target, data, seed)
     train, held = gather_prompts(target, engine, data, seed, folder, say)
     room = data.max_tokens - data.max_new_tokens
+    if data.thinking:  # a template without the switch is refused here
+        target.chat_template.render([{"role": "user", "content": "?"}], True, True)
 
     def rendered(prompt):
         if data.system:
@@ -191,7 +193,7 @@ def synthesise(
             prompt = dataclasses.replace(prompt, messages=(system, *prompt.messages))
         try:
             return prompt_files.render_prompt(
-                target, prompt, context=room, mask_id=mask_id
+                target, prompt, context=room, mask_id=mask_id, thinking=data.thinking
             )
         except UserError:
             return None
@@ -202,6 +204,12 @@ def synthesise(
         raise UserError(
             f"data.max_tokens={data.max_tokens} leaves {room} tokens for a prompt, and "
             "none fits; raise it or lower data.max_new_tokens"
+        )
+    left_out = len(train) + len(held) - len(pairs) - len(held_ids)
+    if left_out:
+        say(
+            f"{left_out} prompts left out: longer than {room} tokens, or with special "
+            "tokens in them"
         )
     answers = folder / "answers"
     answers.mkdir(parents=True, exist_ok=True)

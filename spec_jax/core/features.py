@@ -56,7 +56,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
 def default_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
     """The public DFlash formula (drafter contracts, section 4.1)."""
     if count == 1:
-        return (num_layers // 2,)
+        return (min(num_layers // 2, num_layers - 2),)
     return tuple(
         round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)
     )

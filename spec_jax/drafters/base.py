@@ -90,7 +90,7 @@ class Drafter:
       needs: features it conditions on.
       topologies: what it can propose ("chain", ...).
       init: key -> params.
-      init_state: (slots, allocated) -> state.
+      init_state: (slots, allocated) -> state; every array has the slots on axis 1.
       prefill: (params, frozen, state, Rows) -> state; a chunk of a prompt.
       propose: (params, frozen, state, anchor_B, length_B, draw)
         -> (Proposal, state).

@@ -116,4 +116,5 @@ def init_state(
     def build(given):
         return _build(drafter, optimiser, seed, use_ema, given)
 
-    return jax.jit(build, out_shardings=target)(params)
+    given = None if params is None else mesh_lib.shard_params(params, mesh)
+    return jax.jit(build, out_shardings=target)(given)

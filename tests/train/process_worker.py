@@ -11,7 +11,7 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import jax  # noqa: E402
+import jax
 
 folder = sys.argv[1]
 process, count, port, steps = map(int, sys.argv[2:])

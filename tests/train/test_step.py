@@ -93,10 +93,8 @@ def test_rows_without_labels_and_padding_change_nothing():
         widths = [(0, 0), (0, 5)] + [(0, 0)] * (array.ndim - 2)
         return np.pad(array, widths) if array.ndim > 1 else array
 
-    whole = _gradient(1)(batch)
-    skip = ("anchor", "by_slot")
-    _require_close(whole, _gradient(1)(longer), skip=skip)
-    _require_close(whole, _gradient(1)(jax.tree.map(pad, batch)), skip=skip)
+    longer = _gradient(1)(jax.tree.map(pad, longer))
+    _require_close(_gradient(1)(batch), longer, skip=("anchor", "by_slot"))
 
 
 def test_gradient_is_the_quotient_of_sums():
@@ -110,7 +108,7 @@ def test_gradient_is_the_quotient_of_sums():
         sums, _ = toy.loss(outputs, frozen)
         return sums.numerator / sums.denominator
 
-    expected = toy.leaves(jax.grad(mean_loss)(params))
+    expected = toy.leaves(jax.jit(jax.grad(mean_loss))(params))
     for name, leaf in _gradient(2)(batch)[0].items():
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-6)
 
