@@ -43,9 +43,7 @@ def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
     del workdir  # nothing is kept but the report
     sets, absent = prompt_sets(cfg.bench)
     target, params = serving.load_serving_target(cfg.target)
-    exported = serving.load_drafter(
-        cfg.drafter, target, num_draft=cfg.serve.num_draft
-    )
+    exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
     serve = dataclasses.replace(cfg.serve, slots=1)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported)

@@ -127,7 +127,9 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     result = train(
         cfg, target, params, drafter, frozen, contract, store_path, made, workdir
     )
-    written = export(cfg, target, drafter, result.params, contract, vocab, made, workdir)
+    written = export(
+        cfg, target, drafter, result.params, contract, vocab, made, workdir
+    )
     metrics, series = evaluate(cfg, target, params, workdir, made)
     metrics["round_costs"], series["cost"] = cost_split(
         cfg, target, params, drafter, metrics["accept_length"] or 1.0
@@ -310,7 +312,9 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
     serve = one_by_one(cfg.serve)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported, plain=False)
-    settings = serving.settings_from(serve, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    settings = serving.settings_from(
+        serve, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+    )
     prompts = [list(p) for p in made.held_out]
     num_draft = ours.drafter.layout.num_draft
     decoding.decode_pairs(plain, ours, prompts[:1], settings)  # warm caches
@@ -401,7 +405,10 @@ def sample_text(target: Target, generation) -> dict:
         if emitted > drafted:
             pieces.append([decode(tokens[at + drafted : at + emitted]), "target"])
         at += emitted
-    return {"title": f"{len(tokens)} tokens, {generation.rounds} rounds", "pieces": pieces}
+    return {
+        "title": f"{len(tokens)} tokens, {generation.rounds} rounds",
+        "pieces": pieces,
+    }
 
 
 def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
@@ -470,4 +477,3 @@ def inspect(cfg: schema.Pipeline, workdir: pathlib.Path) -> None:
         f"anchor at {sample.prompt_len}: sees features below {sample.prompt_len}, "
         f"labels at {labels.tolist()}"
     )
-

@@ -115,12 +115,12 @@ def synthesise_prompts(
         empty = empty + 1 if len(texts) == before else 0
         if empty == 3:
             raise UserError(
-                f"data.num_synth_prompts={data.num_synth_prompts}: the target made only "
-                f"{len(texts)} distinct user turns; raise data.synth_temperature or "
+                f"data.num_synth_prompts={data.num_synth_prompts}: the target made "
+                f"only {len(texts)} distinct turns; raise data.synth_temperature or "
                 "data.synth_max_tokens, or ask for fewer"
             )
         group += 1
-        say(f"prompts {min(len(texts), data.num_synth_prompts)}/{data.num_synth_prompts}")
+        say(f"prompts {len(texts)}/{data.num_synth_prompts}")
     chosen = list(texts)[: data.num_synth_prompts]
     return [prompt_files.user_prompt(t, f"synth/{i}") for i, t in enumerate(chosen)]
 
@@ -219,7 +219,9 @@ def synthesise(
     for group, first in enumerate(range(0, len(pairs), GROUP)):
         part = pairs[first : first + GROUP]
         if group not in done:
-            settings = [_answer_settings(data, seed, group, i) for i in range(len(part))]
+            settings = [
+                _answer_settings(data, seed, group, i) for i in range(len(part))
+            ]
             made = engine().generate([ids for _, ids in part], settings)
             chunk = [
                 sample_files.make_sample(ids, g.tokens, p.source, s.temperature)
@@ -255,7 +257,7 @@ def _from_file(target: Target, data: schema.Data, seed: int) -> Synthesis:
     order = np.random.default_rng([seed, 5]).permutation(len(samples))
     if len(samples) <= data.held_out:
         raise UserError(
-            f"data.held_out={data.held_out} leaves nothing of the {len(samples)} samples "
+            f"data.held_out={data.held_out} leaves nothing of {len(samples)} samples "
             f"in {data.samples}; hold out fewer"
         )
     held = [samples[i] for i in order[: data.held_out]]

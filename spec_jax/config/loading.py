@@ -171,7 +171,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if kind == _PAIRS:
         tree = _as_dict(value, where)
         return tuple((name, _freeze(tree[name])) for name in sorted(tree))
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return to_dataclass(kind, value, where)
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):

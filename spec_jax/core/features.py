@@ -57,9 +57,7 @@ def default_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
     """The public DFlash formula (drafter contracts, section 4.1)."""
     if count == 1:
         return (min(num_layers // 2, num_layers - 2),)
-    return tuple(
-        round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)
-    )
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,9 @@ def before_anchor(key_pos, anchor_pos):
 def in_window(query_pos, key_pos, window: int | None):
     """Sliding window, measured per query; None sees everything."""
     if window is None:
-        return jnp.broadcast_to(True, jnp.broadcast_shapes(
-            jnp.shape(query_pos), jnp.shape(key_pos)))
+        return jnp.broadcast_to(
+            True, jnp.broadcast_shapes(jnp.shape(query_pos), jnp.shape(key_pos))
+        )
     return query_pos - key_pos < window
 
 

@@ -95,17 +95,15 @@ def settle(
     made_B = jnp.where(live_B, commit_len(r_B), 0)
     is_stop_BW = (tokens_BW[:, :, None] == stop_ids_BX[:, None, :]).any(-1)
     is_stop_BW &= slots_W[None] < made_B[:, None]
-    stop_at_B = jnp.where(
-        is_stop_BW.any(1), jnp.argmax(is_stop_BW, 1) + 1, made_B + 1
-    )
+    stop_at_B = jnp.where(is_stop_BW.any(1), jnp.argmax(is_stop_BW, 1) + 1, made_B + 1)
     emitted_B = jnp.minimum(jnp.minimum(made_B, stop_at_B), remaining_B)
     emitted_B = jnp.maximum(emitted_B, 0)
     stopped_B = live_B & (stop_at_B <= emitted_B)
     finished_B = live_B & (stopped_B | (emitted_B >= remaining_B))
     finished_B |= active_B & verdict.bad_B
-    last_B = jnp.take_along_axis(
-        tokens_BW, jnp.maximum(emitted_B - 1, 0)[:, None], 1
-    )[:, 0]
+    last_B = jnp.take_along_axis(tokens_BW, jnp.maximum(emitted_B - 1, 0)[:, None], 1)[
+        :, 0
+    ]
     return Commit(
         tokens_BW=jnp.where(slots_W[None] < emitted_B[:, None], tokens_BW, -1),
         emitted_B=emitted_B,

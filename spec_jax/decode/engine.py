@@ -28,6 +28,7 @@ from spec_jax.target.cache import init_cache
 from spec_jax.target.spec import TargetSpec
 
 NUM_STOP_IDS = 8
+GREEDY = Settings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EngineOptions:
     prefill_buckets: tuple[int, ...] = (32, 128)
     chunks_per_tick: int = 1
     plain: bool = True
-    round: RoundOptions = RoundOptions()
+    round: RoundOptions = dataclasses.field(default_factory=RoundOptions)
 
     def __post_init__(self):
         if self.slots < 1:
@@ -239,7 +240,7 @@ class Engine:
         self.host_reads += 1
         return jax.device_get(tree)
 
-    def submit(self, prompt: Iterable[int], settings: Settings = Settings()) -> int:
+    def submit(self, prompt: Iterable[int], settings: Settings = GREEDY) -> int:
         """Queues a request; returns its handle.
 
         Raises:
@@ -284,7 +285,9 @@ class Engine:
     def _dispatch_round(self) -> None:
         speculate = any(job.settings.speculate for job in self._running.values())
         has_round = "round" in self._programs
-        name = "round" if has_round and (speculate or not self.options.plain) else "plain"
+        name = (
+            "round" if has_round and (speculate or not self.options.plain) else "plain"
+        )
         self.state, result = self._programs[name](self.weights, self.state)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
@@ -293,6 +296,7 @@ class Engine:
 
     def _settle(self, finished: list, on_tokens) -> None:
         """Reads the oldest pending result and books it."""
+        jobs: dict[int, _Job]
         kind, jobs, result = self._pending.popleft()
         result = self.fetch(result)
         for slot, job in jobs.items():
@@ -364,7 +368,7 @@ class Engine:
         return done
 
     def generate(
-        self, prompts: list[list[int]], settings: Settings | list[Settings] = Settings()
+        self, prompts: list[list[int]], settings: Settings | list[Settings] = GREEDY
     ) -> list[Generation]:
         """Decodes prompts; results in the same order."""
         each = settings if isinstance(settings, list) else [settings] * len(prompts)

@@ -8,6 +8,8 @@ through the same transform and makes the slot live.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -95,9 +97,7 @@ def prefill_step(
     logits_BTV = model.logits(weights.target, hidden_BTD)
     request = chunk.request
     law = transform.law_of(logits_BTV, request.sampling)
-    uniform = keys.round_uniforms(
-        request.seed_B, request.round_B, keys.Use.FIRST, 1
-    )
+    uniform = keys.round_uniforms(request.seed_B, request.round_B, keys.Use.FIRST, 1)
     first_B = draws.draw(law, uniform)[:, 0]
     draft = state.draft
     if drafter is not None:
@@ -121,7 +121,8 @@ def prefill_step(
     bad_B = ~transform.finite_rows(logits_BTV)[:, 0] | ~stored(output) | gap
     stopped_B = (first_B[:, None] == request.stop_ids_BX).any(1)
     finished_B = stopped_B | (request.remaining_B <= 1) | bad_B
-    new = request.replace(
+    new = dataclasses.replace(
+        request,
         anchor_B=first_B,
         length_B=jnp.where(
             bad_B | (finished_B & chunk.is_last), 0, start_B + chunk.count

@@ -37,9 +37,7 @@ class Settings:
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
-            raise UserError(
-                f"max_new_tokens={self.max_new_tokens} must be at least 1"
-            )
+            raise UserError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.temperature != 0 and not 1e-4 <= self.temperature <= 1e4:
             raise UserError(
                 f"temperature={self.temperature} must be 0 (greedy) or positive, "

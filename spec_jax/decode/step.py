@@ -139,9 +139,7 @@ def commit(
     advanced = dataclasses.replace(
         slots,
         anchor_B=done.anchor_B,
-        length_B=jnp.where(
-            done.finished_B, 0, slots.length_B + done.commit_len_B
-        ),
+        length_B=jnp.where(done.finished_B, 0, slots.length_B + done.commit_len_B),
         remaining_B=slots.remaining_B - done.emitted_B,
         active_B=slots.active_B & ~done.finished_B,
         round_B=slots.round_B + slots.active_B.astype(jnp.int32),
@@ -181,6 +179,7 @@ def round_step(
     """
     slots = state.slots
     if speculate:
+        assert drafter is not None and weights.frozen is not None
         proposal = propose.propose(
             drafter, weights.draft, weights.frozen, state, one_hot=options.one_hot_draft
         )

@@ -84,9 +84,7 @@ def accept_by_position(items: Sequence[Generation], num_draft: int) -> list[floa
     return [float((accepted >= j + 1).mean()) for j in range(num_draft)]
 
 
-def summary(
-    plain: Sequence[Decoded], ours: Sequence[Decoded], num_draft: int
-) -> dict:
+def summary(plain: Sequence[Decoded], ours: Sequence[Decoded], num_draft: int) -> dict:
     """Metrics of one prompt set: the sets' looping outputs stand apart.
 
     `speedup` is the ratio of tokens per second, both over the rounds of the same

@@ -96,7 +96,11 @@ def compare(
         here = 0
         while got != expected and not difference:
             at = next(
-                (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(got, expected, strict=False))
+                    if a != b
+                ),
                 min(len(got), len(expected)),
             )
             known = expected[: at + 1]

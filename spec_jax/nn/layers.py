@@ -30,9 +30,7 @@ def rotate(x_XHC, cos_XC, sin_XC):
     first, second = jnp.split(x_XHC, 2, -1)
     cos = cos_XC[..., None, :].astype(x_XHC.dtype)
     sin = sin_XC[..., None, :].astype(x_XHC.dtype)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], -1
-    )
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def gated_mlp(x_XD, gate_up_D2F, down_FD):
@@ -43,5 +41,5 @@ def gated_mlp(x_XD, gate_up_D2F, down_FD):
 
 
 def split_qkv(fused_XGPC):
-    """Splits `[..., G, H/G + 2, C]` into q `[..., G, H/G, C]`, k and v `[..., G, C]`."""
+    """`[..., G, H/G + 2, C]` -> q `[..., G, H/G, C]`, k and v `[..., G, C]`."""
     return fused_XGPC[..., :-2, :], fused_XGPC[..., -2, :], fused_XGPC[..., -1, :]

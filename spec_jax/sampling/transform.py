@@ -127,9 +127,7 @@ def law_of(logits_BTV, sampling: Sampling, target_ids_U=None) -> TokenLaw:
     """
     bind(logits_BTV=logits_BTV, greedy_B=sampling.greedy_B)
     best_BT, top_BT = argmax(logits_BTV)
-    inv_temperature_B = jnp.where(
-        sampling.greedy_B, 1.0, 1.0 / sampling.temperature_B
-    )
+    inv_temperature_B = jnp.where(sampling.greedy_B, 1.0, 1.0 / sampling.temperature_B)
     scale_B11 = inv_temperature_B[:, None, None]
 
     def sampled(_):

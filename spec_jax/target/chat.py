@@ -174,7 +174,7 @@ def encode_turns(
         answer_ids = _encode_answer(tokenizer, message["content"], i)
         answer_text = message["content"]
         if finished:
-            answer_ids = answer_ids + [end_id]
+            answer_ids = [*answer_ids, end_id]
             answer_text = answer_text + end_text
         prompt_text = _need(template).render(messages[:i], add_generation_prompt=True)
         if produced_text is not None and prompt_text.startswith(produced_text):
@@ -262,7 +262,7 @@ def _encode_answer(tokenizer: Tokenizer, content: str, index: int) -> list[int]:
     back = tokenizer.decode(ids)
     if back != content:
         at = next(
-            (i for i, (a, b) in enumerate(zip(content, back)) if a != b),
+            (i for i, (a, b) in enumerate(zip(content, back, strict=False)) if a != b),
             min(len(content), len(back)),
         )
         raise UserError(

@@ -119,8 +119,8 @@ def load_checkpoint(
         return loaded, fingerprint_folder(path, loaded.spec, cache_dir)
     if not os.path.isfile(path):
         raise UserError(
-            f"target {source!r} is not there; use {' or '.join(map(repr, PACKAGED))}, a "
-            ".gguf file, or a folder with config.json and safetensors weights"
+            f"target {source!r} is not there; use {' or '.join(map(repr, PACKAGED))}, "
+            "a .gguf file, or a folder with config.json and safetensors weights"
         )
     if not path.endswith(".gguf"):
         raise UserError(

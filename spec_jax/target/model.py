@@ -1,14 +1,15 @@
 """The frozen target: a linen decoder for Llama, SmolLM2 and Qwen3.
 
-Layers are stacked and scanned; the cache is read by the layers and written by
-one scatter after them (a cache that the layers also write is copied at each). Projections are
-fused per GEMM. Features are the residual stream at layer outputs, written into
-an `[L, B, T, D]` carry; the last hidden state is returned after the final norm.
+The cache is read by the layers and written by one scatter after them (a cache
+that the layers also write is copied at each). Projections are fused per GEMM.
+Features are the residual stream at layer outputs, written into an
+`[L, B, T, D]` carry; the last hidden state is returned after the final norm.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,9 +131,7 @@ class Decoder(nn.Module):
         self.final_norm = self.param("final_norm", ones, (d,), self.dtype)
         self.layers = LayerStack(s, self.apart, self.dtype)
 
-    def __call__(
-        self, tokens_BT, positions_BT, visible_BTT, cache, history_B, taps
-    ):
+    def __call__(self, tokens_BT, positions_BT, visible_BTT, cache, history_B, taps):
         """Runs T rows per request; see `forward`."""
         s = self.spec
         bind(tokens_BT=tokens_BT, positions_BT=positions_BT, history_B=history_B)
@@ -209,8 +208,13 @@ def init_params(spec: TargetSpec, key):
     """Random parameters of this spec (tests and the tiny recipes)."""
     tokens_BT = jnp.zeros((1, 1), jnp.int32)
     return decoder(spec).init(
-        key, tokens_BT, tokens_BT, jnp.ones((1, 1, 1), bool), init_cache(spec, 1, 2),
-        jnp.zeros((1,), jnp.int32), (),
+        key,
+        tokens_BT,
+        tokens_BT,
+        jnp.ones((1, 1, 1), bool),
+        init_cache(spec, 1, 2),
+        jnp.zeros((1,), jnp.int32),
+        (),
     )
 
 
@@ -239,7 +243,7 @@ def forward(
     Returns:
       TargetOutput.
     """
-    return decoder(spec, is_apart(params)).apply(
+    output: Any = decoder(spec, is_apart(params)).apply(
         params,
         tokens_BT,
         positions_BT,
@@ -248,6 +252,7 @@ def forward(
         history_B,
         taps,
     )
+    return output
 
 
 def logits(params, hidden_XD):

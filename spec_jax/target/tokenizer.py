@@ -291,7 +291,7 @@ def from_gguf(field: Callable[[str], Any]) -> Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     added = []
-    for token, token_type in zip(tokens, types):
+    for token, token_type in zip(tokens, types, strict=False):
         if token_type in (_GGUF_CONTROL, _GGUF_USER_DEFINED):
             special = token_type == _GGUF_CONTROL
             added.append(AddedToken(token, special=special, normalized=False))

@@ -60,14 +60,24 @@ def test_attend_equals_dense_attention(monkeypatch, allocated, histories, window
 
     got = jax.jit(
         lambda *args: attention.attend(
-            *args, layer, jnp.asarray(histories),
-            query_pos_BT=jnp.asarray(positions), window=window,
+            *args,
+            layer,
+            jnp.asarray(histories),
+            query_pos_BT=jnp.asarray(positions),
+            window=window,
         )
     )(f32(q), f32(k), f32(v), jnp.asarray(visible), f32(stored[0]), f32(stored[1]))
     for b, history in enumerate(histories):
         want = dense(
-            q[b], k[b], v[b], visible[b], cache[0, layer, b], cache[1, layer, b],
-            history, positions[b], window,
+            q[b],
+            k[b],
+            v[b],
+            visible[b],
+            cache[0, layer, b],
+            cache[1, layer, b],
+            history,
+            positions[b],
+            window,
         )
         np.testing.assert_allclose(got[b], want, atol=2e-5)
 

@@ -18,9 +18,7 @@ SAMPLED = Settings(max_new_tokens=24, temperature=1.1, seed=3)
 
 
 def bigram():
-    return (
-        tiny.engine("bigram", 3, slots=3, buckets=(7, 64)), tiny.world("bigram", 3)
-    )
+    return (tiny.engine("bigram", 3, slots=3, buckets=(7, 64)), tiny.world("bigram", 3))
 
 
 def dflash():
@@ -29,9 +27,7 @@ def dflash():
 
 def stop_midway(engine, prompts, settings, ticks):
     """Steps `ticks` times; returns host copies of slots and caches, then finishes."""
-    handles = [
-        engine.submit(p, s) for p, s in zip(prompts, settings, strict=True)
-    ]
+    handles = [engine.submit(p, s) for p, s in zip(prompts, settings, strict=True)]
     done = {}
     for _ in range(ticks):
         done.update(engine.step())
@@ -67,7 +63,8 @@ def test_caches_equal_a_prefill_from_nothing(make):
             np.testing.assert_allclose(
                 getattr(state.cache, name)[:, slot, :, :length],
                 np.asarray(getattr(output.cache, name))[:, 0, :, :length],
-                rtol=1e-4, atol=1e-4,
+                rtol=1e-4,
+                atol=1e-4,
             )
         if world.drafter.name == "bigram":
             told = state.draft["tokens"][0, slot], state.draft["next"][0, slot]
@@ -88,7 +85,8 @@ def test_caches_equal_a_prefill_from_nothing(make):
             np.testing.assert_allclose(
                 getattr(state.draft, name)[:, slot, :, :length],
                 np.asarray(getattr(fresh, name))[:, 0, :, :length],
-                rtol=1e-4, atol=1e-4,
+                rtol=1e-4,
+                atol=1e-4,
             )
 
 
@@ -247,9 +245,17 @@ def test_bad_requests_are_refused_at_the_door():
         dflash()[0].submit([22], GREEDY)
     assert not engine.busy
     for field, value in [
-        ("temperature", -1.0), ("temperature", float("nan")), ("temperature", 1e-9),
-        ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1),
-        ("top_k", 2**31), ("min_p", 1.0), ("seed", -1), ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", 1e-9),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("min_p", 1.0),
+        ("seed", -1),
+        ("max_new_tokens", 0),
     ]:
         with pytest.raises(UserError, match=field):
             Settings(**{field: value})

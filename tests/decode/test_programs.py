@@ -150,7 +150,12 @@ def test_greedy_batches_skip_sampling_work(speculate):
     engine, _ = engine_and_world()
     jaxpr = jax.make_jaxpr(
         lambda w, s: step.round_step(
-            engine.spec, engine.drafter, (0,), engine.options.round, w, s,
+            engine.spec,
+            engine.drafter,
+            (0,),
+            engine.options.round,
+            w,
+            s,
             speculate=speculate,
         )
     )(engine.weights, engine.state)

@@ -60,14 +60,23 @@ def table_drafter(table_XU, target_ids):
         return proposal, state
 
     return base.Drafter(
-        name="table", options=None, layout=BlockLayout(M), needs=FeatureSchema((), 1),
-        topologies=("chain",), init=None, init_state=None, prefill=None,
-        propose=propose_rows, extend=None, train_outputs=None,
+        name="table",
+        options=None,
+        layout=BlockLayout(M),
+        needs=FeatureSchema((), 1),
+        topologies=("chain",),
+        init=None,
+        init_state=None,
+        prefill=None,
+        propose=propose_rows,
+        extend=None,
+        train_outputs=None,
     )
 
 
-def run_round(p_table, q_table, uniforms, sampling, cut_X, *, one_hot, target_ids,
-              mutate=None):
+def run_round(
+    p_table, q_table, uniforms, sampling, cut_X, *, one_hot, target_ids, mutate=None
+):
     """Production stages on planted uniforms.
 
     Args:
@@ -98,7 +107,11 @@ def run_round(p_table, q_table, uniforms, sampling, cut_X, *, one_hot, target_id
     stored_B = jnp.ones((size_b,), bool)
     verdict = step.accept(logits, stored_B, slots, proposal, layout)
     done = outcome.settle(
-        verdict, tokens, slots.anchor_B, slots.active_B, slots.remaining_B,
+        verdict,
+        tokens,
+        slots.anchor_B,
+        slots.active_B,
+        slots.remaining_B,
         slots.stop_ids_BX,
     )
     q = [row_probs(proposal.law, jnp.full((size_b,), j), V) for j in range(M)]
@@ -111,7 +124,8 @@ def middles(edges):
     keep = np.diff(edges) > 1e-12
     return [
         ((a + b) / 2, b - a)
-        for a, b, k in zip(edges[:-1], edges[1:], keep, strict=True) if k
+        for a, b, k in zip(edges[:-1], edges[1:], keep, strict=True)
+        if k
     ]
 
 
@@ -135,9 +149,7 @@ def partition(p, q, extra_q=()):
         sides = []
         for j in range(M):
             qs = [law[before[j]][drafts[j]] for law in (q, *extra_q)]
-            sides.append(
-                middles([p[before[j]][drafts[j]] / x for x in qs if x > 0])
-            )
+            sides.append(middles([p[before[j]][drafts[j]] / x for x in qs if x > 0]))
         edges = []
         for k in range(M + 1):
             finals = [p[before[k]]]
@@ -191,8 +203,10 @@ def laws_of(table, setting, target_ids=None):
 def as_sampling(setting):
     greedy, temperature, top_k, top_p, min_p = setting
     return Sampling(
-        jnp.asarray([greedy]), jnp.asarray([temperature], jnp.float32),
-        jnp.asarray([top_k], jnp.int32), jnp.asarray([top_p], jnp.float32),
+        jnp.asarray([greedy]),
+        jnp.asarray([temperature], jnp.float32),
+        jnp.asarray([top_k], jnp.int32),
+        jnp.asarray([top_p], jnp.float32),
         jnp.asarray([min_p], jnp.float32),
     )
 
@@ -217,8 +231,19 @@ def cut_table(name):
 _compiled = {}
 
 
-def enumerate_law(monkeypatch, setting, cut, *, seed=0, one_hot=False, target_ids=None,
-                  same=False, mutant=None, mutate=None, extra=None):
+def enumerate_law(
+    monkeypatch,
+    setting,
+    cut,
+    *,
+    seed=0,
+    one_hot=False,
+    target_ids=None,
+    same=False,
+    mutant=None,
+    mutate=None,
+    extra=None,
+):
     """Worst bias of the next-token law, and what the round recorded.
 
     Returns:
@@ -248,8 +273,14 @@ def enumerate_law(monkeypatch, setting, cut, *, seed=0, one_hot=False, target_id
         with monkeypatch.context() as patch:
             patch.setattr(keys, "round_uniforms", fake)
             return run_round(
-                p_table, q_table, planted, sampling, cut_X, one_hot=one_hot,
-                target_ids=target_ids, mutate=mutate,
+                p_table,
+                q_table,
+                planted,
+                sampling,
+                cut_X,
+                one_hot=one_hot,
+                target_ids=target_ids,
+                mutate=mutate,
             )
 
     # One program per static shape; a mutant never shares it.
@@ -257,8 +288,11 @@ def enumerate_law(monkeypatch, setting, cut, *, seed=0, one_hot=False, target_id
     if static not in _compiled:
         _compiled[static] = jax.jit(run)
     emitted, recorded = _compiled[static](
-        jnp.asarray(p_table), jnp.asarray(q_table), jnp.asarray(padded),
-        as_sampling(setting), cut_table(cut),
+        jnp.asarray(p_table),
+        jnp.asarray(q_table),
+        jnp.asarray(padded),
+        as_sampling(setting),
+        cut_table(cut),
     )
     emitted, recorded = np.asarray(emitted), np.asarray(recorded)
     bias, seen = worst_bias(emitted[: len(rows)], weights, p)
@@ -318,6 +352,7 @@ def test_cut_that_looks_at_its_own_token_is_caught(monkeypatch):
 
 def test_wrong_q_is_caught(monkeypatch):
     """q before top-k, while drafts are drawn after it."""
+
     def unfiltered(proposal):
         law = proposal.law
         scaled = law.logits_BTV * law.inv_temperature_B[:, None, None]
@@ -328,7 +363,11 @@ def test_wrong_q_is_caught(monkeypatch):
         return proposal.replace(law=law)
 
     bias, _ = enumerate_law(
-        monkeypatch, TOP_K, "full", mutant="q", mutate=unfiltered,
+        monkeypatch,
+        TOP_K,
+        "full",
+        mutant="q",
+        mutate=unfiltered,
         extra=(False, TOP_K[1], 0, 1.0, 0.0),
     )
     assert bias > 0.05
@@ -360,8 +399,11 @@ def test_zero_uniform_with_zero_p_rejects():
     for token, accepted in ((2, 0), (0, 1)):
         ids = jnp.asarray([[token]], jnp.int32)
         verdict = verify.judge(
-            p_law, jnp.ones((1, 2), bool),
-            Proposal(ids, ids, q_law, jnp.asarray([1])), jnp.asarray([2]),
-            jnp.zeros((1, 1)), jnp.zeros((1,)),
+            p_law,
+            jnp.ones((1, 2), bool),
+            Proposal(ids, ids, q_law, jnp.asarray([1])),
+            jnp.asarray([2]),
+            jnp.zeros((1, 1)),
+            jnp.zeros((1,)),
         )
         assert verdict.num_accepted_B.tolist() == [accepted]

@@ -59,8 +59,12 @@ def two_rounds(fold):
         proposal = Proposal(ids, ids, q_law, jnp.full((size_b,), M))
         layout = verify_layout.chain(slots.anchor_B, ids, verify_len_B)
         verdict = step.verify.judge(
-            p_law, jnp.ones((size_b, M + 1), bool), proposal, layout.verify_len_B,
-            uniforms(keys.Use.ACCEPT, M), uniforms(keys.Use.TARGET, 1)[:, 0],
+            p_law,
+            jnp.ones((size_b, M + 1), bool),
+            proposal,
+            layout.verify_len_B,
+            uniforms(keys.Use.ACCEPT, M),
+            uniforms(keys.Use.TARGET, 1)[:, 0],
         )
         first = jnp.where(verdict.num_accepted_B > 0, ids[:, 0], verdict.next_token_B)
         return ids, verdict.num_accepted_B, first

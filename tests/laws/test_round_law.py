@@ -67,9 +67,7 @@ def start_state(world, size_b):
         return jnp.pad(x, [(0, 0)] * 3 + [(0, pad), (0, 0)])
 
     cache = KVCache(grown(output.cache.k_NBGAC), grown(output.cache.v_NBGAC))
-    cache, draft = jax.tree.map(
-        lambda x: jnp.repeat(x, size_b, axis=1), (cache, draft)
-    )
+    cache, draft = jax.tree.map(lambda x: jnp.repeat(x, size_b, axis=1), (cache, draft))
     temperature, top_k, top_p, min_p = (
         np.repeat(column, EACH) for column in zip(*SETTINGS, strict=True)
     )
@@ -190,10 +188,14 @@ def test_law_after_four_rounds_of_history(kind, one_hot):
         seen = p[np.arange(EACH)[:, None], np.arange(3), mine]
         assert (seen > 0).all(), setting
         bins = np.minimum((values * 8).astype(int), 7)
-        assert laws.chi_square(
-            np.bincount(bins.ravel(), minlength=8), np.full(8, EACH * 3 / 8)
-        ) > LEVEL, setting
+        assert (
+            laws.chi_square(
+                np.bincount(bins.ravel(), minlength=8), np.full(8, EACH * 3 / 8)
+            )
+            > LEVEL
+        ), setting
         coarse = np.minimum((values * 4).astype(int), 3) @ [16, 4, 1]
-        assert laws.chi_square(
-            np.bincount(coarse, minlength=64), np.full(64, EACH / 64)
-        ) > LEVEL, setting
+        assert (
+            laws.chi_square(np.bincount(coarse, minlength=64), np.full(64, EACH / 64))
+            > LEVEL
+        ), setting

@@ -55,10 +55,12 @@ def probabilities(logits_BTV, sampling):
 
 
 def expected(logits, settings):
-    return np.stack([
-        [laws.law(row, g, t, k, p, m) for row in rows]
-        for rows, (g, t, k, p, m) in zip(logits, settings, strict=True)
-    ])
+    return np.stack(
+        [
+            [laws.law(row, g, t, k, p, m) for row in rows]
+            for rows, (g, t, k, p, m) in zip(logits, settings, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize(("size", "scale"), [(5, 2.0), (37, 30.0), (300, 3.0)])
@@ -76,9 +78,7 @@ def test_laws_equal_the_oracle(size, scale):
 
 
 def test_ties_are_kept_together():
-    logits = np.asarray(
-        [[[2.0, 1.0, 2.0, 1.0, 0.0, 1.0]]] * len(SETTINGS), np.float32
-    )
+    logits = np.asarray([[[2.0, 1.0, 2.0, 1.0, 0.0, 1.0]]] * len(SETTINGS), np.float32)
     whole, _, law = probabilities(jnp.asarray(logits), sampling_of(SETTINGS))
     np.testing.assert_allclose(whole, expected(logits, SETTINGS), atol=1e-6)
     # Equal maxima: greedy takes the first.
@@ -96,22 +96,26 @@ def test_all_greedy_batch_is_one_hot_at_the_first_maximum():
 def test_rows_that_define_no_law(greedy):
     """One-hot somewhere legal, and reported; their neighbours are exact."""
     nan, inf = float("nan"), float("inf")
-    rows = np.asarray([
-        [0.0, nan, 1.0],
-        [nan, nan, nan],
-        [inf, 0.0, 0.0],
-        [-inf, -inf, -inf],
-        [-inf, 0.5, -0.5],
-        [0.5, 0.25, 0.0],
-    ], np.float32)
+    rows = np.asarray(
+        [
+            [0.0, nan, 1.0],
+            [nan, nan, nan],
+            [inf, 0.0, 0.0],
+            [-inf, -inf, -inf],
+            [-inf, 0.5, -0.5],
+            [0.5, 0.25, 0.0],
+        ],
+        np.float32,
+    )
     settings = [(greedy, 0.8, 0, 0.9, 0.0)]
     whole, _, law = probabilities(jnp.asarray(rows[None]), sampling_of(settings))
     finite = transform.finite_rows(jnp.asarray(rows[None]))
     assert finite.tolist() == [[False, False, False, False, True, True]]
     one_hot = np.asarray(law.one_hot_BT)[0]
     assert ((one_hot[:4] >= 0) & (one_hot[:4] < 3)).all()
-    np.testing.assert_allclose(whole[0, 4:], expected(rows[None, 4:], settings)[0],
-                               atol=1e-6)
+    np.testing.assert_allclose(
+        whole[0, 4:], expected(rows[None, 4:], settings)[0], atol=1e-6
+    )
 
 
 def test_no_setting_drops_the_maximum():

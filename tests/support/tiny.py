@@ -97,6 +97,7 @@ def padded(sequences, size, fill=0):
 
 def concat_laws(laws):
     """Rows drawn one at a time, as one law."""
+
     def rows(name):
         return jnp.concatenate([getattr(law, name) for law in laws], 1)
 
@@ -129,12 +130,12 @@ def bigram(spec, num_draft):
         b_BT = jnp.broadcast_to(jnp.arange(size_b)[:, None], (size_b, size_t))
         at_BT = rows.start_B[:, None] + jnp.arange(size_t)[None]
         return {
-            "tokens": state["tokens"].at[0, b_BT, at_BT].set(
-                rows.tokens_BT, mode="drop"
-            ),
-            "next": state["next"].at[0, b_BT, at_BT].set(
-                rows.next_tokens_BT, mode="drop"
-            ),
+            "tokens": state["tokens"]
+            .at[0, b_BT, at_BT]
+            .set(rows.tokens_BT, mode="drop"),
+            "next": state["next"]
+            .at[0, b_BT, at_BT]
+            .set(rows.next_tokens_BT, mode="drop"),
         }
 
     def propose(params, frozen, state, anchor_B, length_B, draw):
@@ -193,7 +194,14 @@ class World:
 
 @functools.cache
 def world(
-    kind=None, num_draft=3, *, vocab=23, eos_ids=(), seed=0, sharp=3.0, noise=0.5,
+    kind=None,
+    num_draft=3,
+    *,
+    vocab=23,
+    eos_ids=(),
+    seed=0,
+    sharp=3.0,
+    noise=0.5,
     apart=False,
 ) -> World:
     """kind: None, "bigram" or "dflash"; `noise` blunts the bigram's table."""

@@ -29,7 +29,9 @@ THINKING = (
 
 def talk(*contents, system=None):
     roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents)]
+    messages = [
+        {"role": r, "content": c} for r, c in zip(roles, contents, strict=False)
+    ]
     first = [] if system is None else [{"role": "system", "content": system}]
     return first + messages
 

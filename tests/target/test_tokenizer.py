@@ -155,7 +155,7 @@ def test_stream_gives_invalid_bytes_as_decode_does(smollm2):
     high = [i for i in range(17, 300) if "\ufffd" in text.decode([i])]
     assert len(high) > 50
     for _ in range(60):
-        ids = [rng.choice(high + [40, 41]) for _ in range(20)]
+        ids = [rng.choice([*high, 40, 41]) for _ in range(20)]
         out = stream(text, [[i] for i in ids])
         assert "".join(out) == text.decode(ids)
         assert len(out[-1]) <= 7  # so little is ever held
