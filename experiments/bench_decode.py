@@ -15,8 +15,7 @@ from experiments import pipeline, serving
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
-from spec_jax.decode.request import Settings
-from spec_jax.evals import compiles, decoding, identity
+from spec_jax.evals import comparison
 
 
 def prompt_sets(bench: schema.Bench) -> tuple[dict[str, list], list[str]]:
@@ -46,7 +45,7 @@ def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
     serve = dataclasses.replace(cfg.serve, slots=1)
     plain = serving.make_engine(target, params, serve)
-    ours = serving.make_engine(target, params, serve, exported)
+    ours = serving.make_engine(target, params, serve, exported, plain=False)
     settings = serving.settings_from(serve, max_new_tokens=cfg.bench.max_new_tokens)
     metrics: dict[str, Any] = {"weights_sha256": exported.weights_sha256}
     series: dict[str, Any] = {"acceptance": {}, "samples": []}
@@ -60,40 +59,16 @@ def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
             )
             for prompt in prompts
         ]
-        metrics[name], by_position = measure(
-            target, params, plain, ours, ids, settings, name
+        metrics[name], _, runs = comparison.measure(
+            plain, ours, ids, settings, lambda text, name=name: say(name, text)
         )
-        series["acceptance"][name] = by_position
+        series["acceptance"][name] = metrics[name]["accept_by_position"]
+        series["samples"].append(pipeline.sample_text(target, runs[0].generation))
     if absent:
         metrics["left_out"] = ", ".join(absent)
     return metrics | {"series": series}
 
 
-def measure(
-    target, params, plain, ours, ids, settings: Settings, name: str
-) -> tuple[dict, list[float]]:
-    """One set's metrics and its acceptance by position."""
-    num_draft = ours.drafter.layout.num_draft
-    decoding.decode_pairs(plain, ours, ids[:1], settings)
-    with compiles.counting() as counted:
-        base_runs, runs = decoding.decode_pairs(
-            plain, ours, ids, settings, lambda text: pipeline.say(f"{name}: {text}")
-        )
-    summary = decoding.summary(base_runs, runs, num_draft)
-    summary["compiles_after_warmup"] = counted.compiles
-    if settings.temperature == 0:
-        same = identity.compare(
-            target.spec,
-            params,
-            ours,
-            ids,
-            [d.generation.tokens for d in base_runs],
-            [d.generation.tokens for d in runs],
-            settings,
-        )
-        summary |= {
-            "greedy_identical": same.identical,
-            "near_ties": same.near_ties,
-            "first_difference": same.first_difference,
-        }
-    return summary, summary["accept_by_position"]
+def say(name: str, text: str) -> None:
+    """A progress line of one set."""
+    pipeline.say(f"{name}: {text}")

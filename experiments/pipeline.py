@@ -36,7 +36,7 @@ from spec_jax.data.store import check_disk, open_store, plan_bytes
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
-from spec_jax.evals import compiles, decoding, identity
+from spec_jax.evals import comparison, decoding
 from spec_jax.export import folder as export_folder
 from spec_jax.export import golden
 from spec_jax.objectives import hard_labels
@@ -316,20 +316,7 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
         serve, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
     )
     prompts = [list(p) for p in made.held_out]
-    num_draft = ours.drafter.layout.num_draft
-    decoding.decode_pairs(plain, ours, prompts[:1], settings)  # warm caches
-    with compiles.counting() as counted:
-        base_runs, runs = decoding.decode_pairs(plain, ours, prompts, settings, say)
-    summary = decoding.summary(base_runs, runs, num_draft)
-    same = identity.compare(
-        target.spec,
-        params,
-        ours,
-        prompts,
-        [d.generation.tokens for d in base_runs],
-        [d.generation.tokens for d in runs],
-        settings,
-    )
+    summary, base_runs, runs = comparison.measure(plain, ours, prompts, settings, say)
     shuffled_params = decoding.with_shuffled_features(exported.params, cfg.seed)
     ours.weights = dataclasses.replace(ours.weights, draft=shuffled_params)
     keep = [i for i, d in enumerate(base_runs) if not d.looping] or range(len(prompts))
@@ -338,10 +325,6 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
         "accept_length_shuffled": decoding.accept_length(
             [d.generation for d in shuffled]
         ),
-        "greedy_identical": same.identical,
-        "near_ties": same.near_ties,
-        "first_difference": same.first_difference,
-        "compiles_after_warmup": counted.compiles,
         "weights_sha256": exported.weights_sha256,
         "export_golden_max_abs": exported.golden_max_abs,
     }
@@ -349,7 +332,7 @@ def evaluate(cfg, target, params, workdir, made) -> tuple[dict, dict]:
         "acceptance": {
             "drafter": summary["accept_by_position"],
             "shuffled features": decoding.accept_by_position(
-                [d.generation for d in shuffled], num_draft
+                [d.generation for d in shuffled], ours.window - 1
             ),
         },
         "samples": [sample_text(target, runs[i].generation) for i in list(keep)[:3]],

@@ -139,7 +139,7 @@ def _name(path: str) -> str:
 def _sentence(error: Exception) -> str:
     """What a flag parser or a recipe raised, as one line."""
     text = str(error).replace("\\n", "\n").replace("\\'", "'").strip()
-    if isinstance(error, AttributeError):
+    if isinstance(error, (AttributeError, KeyError)):
         key = text.strip("'\"").split("'")[0].split("\n")[0]
         meant = re.search(r'Did you mean "([^"]*)"', text)
         fix = f"did you mean {meant[1]!r}?" if meant else "--print_config lists them"

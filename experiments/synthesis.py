@@ -230,7 +230,15 @@ def synthesise(
             ]
             sample_files.write_chunk(str(answers), group, chunk)
             made_tokens += sum(len(s.answer) for s in chunk)
-        samples += sample_files.read_chunk(str(answers), group)
+        kept = sample_files.read_chunk(str(answers), group)
+        asked = {tuple(ids) for _, ids in part}
+        if any(s.tokens[: s.prompt_len] not in asked for s in kept):
+            raise UserError(
+                f"{answers / sample_files.chunk_name(group)} answers other prompts "
+                f"than data.prompts={data.prompts!r} holds now; restore that file, or "
+                "name another --workdir="
+            )
+        samples += kept
         ready = min(first + GROUP, len(pairs))
         speed = made_tokens / max(time.monotonic() - clock, 1e-6)
         eta = _eta(samples, len(pairs), speed)

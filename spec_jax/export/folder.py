@@ -40,6 +40,7 @@ from spec_jax.core.features import (
     require_same,
 )
 from spec_jax.core.vocab import DraftVocab, from_offsets
+from spec_jax.data import files as files_lib
 from spec_jax.drafters import dflash
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_for
@@ -193,7 +194,7 @@ def write_folder(
             WEIGHTS: safetensors.numpy.save(weights, metadata={"format": "pt"}),
         }
         for file_name, content in files.items():
-            _write(os.path.join(work, file_name), content)
+            files_lib.write_atomically(os.path.join(work, file_name), content)
         parity = None
         if golden_probe is not None:
             stored, _, _ = _read_weights(work, "the folder just written")
@@ -210,15 +211,15 @@ def write_folder(
             files[GOLDEN] = safetensors.numpy.save(
                 {key: np.ascontiguousarray(array) for key, array in arrays.items()}
             )
-            _write(os.path.join(work, GOLDEN), files[GOLDEN])
+            files_lib.write_atomically(os.path.join(work, GOLDEN), files[GOLDEN])
         shas = {key: hashlib.sha256(text).hexdigest() for key, text in files.items()}
         manifest = {"format": FORMAT, "dtype": dtype, "sha256": shas}
-        _write(
+        files_lib.write_atomically(
             os.path.join(work, MANIFEST),
             json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n",
         )
         os.chmod(work, 0o755)  # mkdtemp's folders are private
-        _sync_folder(work)
+        files_lib.sync_folder(work)
         _put_in_place(work, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -391,7 +392,7 @@ def _check_whole(path: str, where: str) -> dict[str, Any] | None:
         file = os.path.join(path, name)
         if os.path.basename(name) != name or not os.path.isfile(file):
             raise UserError(f"{where} lacks {name}; copy or export the folder again")
-        if _sha256(file) != expected:
+        if files_lib.sha256_of(file) != expected:
             raise UserError(
                 f"{where}: {name} is not the file that was exported (its sha256 "
                 f"differs from {MANIFEST}); copy or export the folder again"
@@ -409,7 +410,7 @@ def _read_weights(
     for name in files:
         file = os.path.join(path, name)
         tensors |= _load_safetensors(file, where)
-        shas.append(_sha256(file))
+        shas.append(files_lib.sha256_of(file))
     sha = shas[0]
     if len(shas) > 1:
         sha = hashlib.sha256("".join(shas).encode()).hexdigest()
@@ -536,24 +537,4 @@ def _put_in_place(work: str, path: str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         os.rename(work, path)
-    _sync_folder(os.path.dirname(path))
-
-
-def _write(file: str, content: bytes) -> None:
-    with open(file, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _sync_folder(folder: str) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(file: str) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    files_lib.sync_folder(os.path.dirname(path))

@@ -1,0 +1,54 @@
+"""Plain and speculative decoding of the same prompts: one set's whole verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.request import Settings
+from spec_jax.evals import compiles, decoding, identity
+
+
+def measure(
+    plain: Engine,
+    ours: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], list[decoding.Decoded], list[decoding.Decoded]]:
+    """Decodes a set both ways, one prompt at a time, in alternating order.
+
+    Args:
+      plain: an engine without a drafter, of one slot.
+      ours: the speculative engine over the same target, of one slot.
+      prompts: token ids.
+      settings: of every request; identity is claimed for greedy ones only.
+      say: progress.
+
+    Returns:
+      Metrics (see `decoding.summary`, plus compiles and identity), the plain
+      runs and ours.
+    """
+    # Once before the clock: the first call of a program is slower.
+    decoding.decode_pairs(plain, ours, prompts[:1], settings)
+    with compiles.counting() as counted:
+        base, runs = decoding.decode_pairs(plain, ours, prompts, settings, say)
+    found = decoding.summary(base, runs, ours.window - 1)
+    found["compiles_after_warmup"] = counted.compiles
+    if settings.temperature == 0:
+        same = identity.compare(
+            ours.spec,
+            ours.weights.target,
+            ours,
+            prompts,
+            [d.generation.tokens for d in base],
+            [d.generation.tokens for d in runs],
+            settings,
+        )
+        found |= {
+            "greedy_identical": same.identical,
+            "near_ties": same.near_ties,
+            "first_difference": same.first_difference,
+        }
+    return found, base, runs

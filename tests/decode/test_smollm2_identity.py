@@ -1,0 +1,143 @@
+"""Greedy identity on the real target, through every accepted length."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.core.block_layout import BlockLayout
+from spec_jax.core.features import FeatureSchema
+from spec_jax.core.proposal import Proposal
+from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.request import Settings
+from spec_jax.decode.step import Weights
+from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.frozen import frozen_from_params
+from spec_jax.evals import compiles, identity
+from spec_jax.target.model import unstack_layers
+
+NUM_DRAFT = 7
+NEW_TOKENS = 40
+CONTEXT = 128
+BUCKET = 16
+SETTINGS = Settings(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+SHORT = "The lighthouse keeper's daughter had counted ships"
+LONG = (
+    "On calm evenings she sat on the iron stair, wrapped in her mother's coat, and "
+    "wrote the name of every vessel in a school notebook. Most of them carried coal "
+    "or timber, a few carried people, and one"
+)
+
+
+def replay(spec) -> Drafter:
+    """Drafts what a table says: its parameters are `[B, A]` tokens by position.
+
+    It keeps no state and reads no feature; the proposal goes through the
+    engine's own draw.
+    """
+
+    def unchanged(params, frozen, state, rows):
+        del params, frozen, rows
+        return state
+
+    def propose(table_BA, frozen, state, anchor_B, length_B, draw):
+        del frozen
+        # The anchor is at `length`; the drafts follow it.
+        at_BM = length_B[:, None] + 1 + jnp.arange(NUM_DRAFT)
+        planned_BM = jnp.take_along_axis(table_BA, at_BM, 1, mode="clip")
+        ids_BM, law = draw(8.0 * jax.nn.one_hot(planned_BM, spec.vocab_size), 0)
+        usable_B = jnp.full_like(anchor_B, NUM_DRAFT)
+        return Proposal(ids_BM, ids_BM, law, usable_B), state
+
+    return Drafter(
+        name="replay",
+        options=None,
+        layout=BlockLayout(NUM_DRAFT),
+        needs=FeatureSchema((14,), spec.hidden_size),
+        topologies=("chain",),
+        init=lambda key: jnp.zeros((1, CONTEXT), jnp.int32),
+        init_state=lambda slots, allocated: jnp.zeros((1, slots), jnp.int32),
+        prefill=unchanged,
+        propose=propose,
+        extend=unchanged,
+        train_outputs=lambda *args: None,
+    )
+
+
+def corrupted(prompt, tokens, rng, vocab_size):
+    """The plain text with wrong tokens in it, and the rounds that must follow.
+
+    Wrong tokens stand 1 to 8 places apart, each distance once, in a random
+    order. A round whose first wrong draft is the d-th accepts d - 1 and emits d;
+    at distance 8 the wrong token is not drafted: all 7 are accepted, and the
+    bonus token stands in its place.
+
+    Returns:
+      the table's row [A], and the distances in order.
+    """
+    distances = rng.permutation(np.arange(1, NUM_DRAFT + 2))
+    row_A = np.zeros(CONTEXT, np.int32)
+    row_A[: len(prompt) + len(tokens)] = [*prompt, *tokens]
+    # The first answer token is the prefill's; the first draft stands after it.
+    wrong = len(prompt) + np.cumsum(distances)
+    row_A[wrong] = (row_A[wrong] + rng.integers(1, vocab_size, 8)) % vocab_size
+    return row_A, distances.tolist()
+
+
+def new_engine(spec, weights, drafter=None):
+    options = EngineOptions(
+        slots=2, max_context=CONTEXT, prefill_buckets=(BUCKET,), plain=False
+    )
+    return Engine(spec, weights, options, drafter)
+
+
+@pytest.fixture(scope="module")
+def texts(smollm2):
+    """Parameters with layers apart, two prompts and their plain answers."""
+    spec, tokenizer = smollm2.spec, smollm2.tokenizer
+    params = jax.jit(unstack_layers)(smollm2.params)
+    prompts = [tokenizer.encode(SHORT), tokenizer.encode(LONG)]
+    assert len(prompts[0]) < BUCKET < 2 * BUCKET < len(prompts[1])
+    made = new_engine(spec, Weights(target=params)).generate(prompts, SETTINGS)
+    assert all(set(g.emitted) == {1} and len(g.tokens) == NEW_TOKENS for g in made)
+    return params, prompts, [g.tokens for g in made]
+
+
+def test_every_accepted_length_keeps_the_plain_text(smollm2, texts):
+    spec = smollm2.spec
+    params, prompts, plain = texts
+    rng = np.random.default_rng(3)
+    rows, planned = zip(
+        *(
+            corrupted(prompt, tokens, rng, spec.vocab_size)
+            for prompt, tokens in zip(prompts, plain, strict=True)
+        ),
+        strict=True,
+    )
+    # An idle engine hands out its slots in order: prompt i runs in slot i.
+    weights = Weights(params, jnp.asarray(np.stack(rows)), frozen_from_params(params))
+    engine = new_engine(spec, weights, replay(spec))
+    with compiles.counting() as counted:
+        made = engine.generate(prompts, SETTINGS)
+    assert counted.compiles == 0
+    # Every round is read once, and so is each prompt's last prefill chunk.
+    assert engine.host_reads == engine.rounds + len(prompts)
+
+    same = identity.compare(
+        spec, params, engine, prompts, plain, [g.tokens for g in made], SETTINGS
+    )
+    assert same.identical, same.first_difference
+    # These two texts have no near-tie, so every round is known beforehand.
+    assert same.near_ties == 0
+    for generation, distances in zip(made, planned, strict=True):
+        emitted, accepted = generation.emitted, generation.accepted
+        assert set(accepted) == set(range(NUM_DRAFT + 1))
+        assert emitted[:8] == distances
+        assert accepted[:8] == [d - 1 for d in distances]
+        # Three tokens are left for the ninth round, all of them drafted right.
+        assert emitted[8:] == [NEW_TOKENS - 1 - sum(distances)]
+        assert generation.drafted[:8] == [NUM_DRAFT] * 8
+        assert generation.finish_reason == "length"
+    # Both prompts shared rounds: the batch took fewer than they did apart.
+    assert engine.rounds < sum(g.rounds for g in made)
