@@ -27,12 +27,14 @@ import rich.table
 from experiments import bench_round, serving, synthesis
 from spec_jax.config import loading, schema
 from spec_jax.core import block_layout
+from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
 from spec_jax.core.vocab import DraftVocab, from_counts
 from spec_jax.data import capture as capture_lib
 from spec_jax.data import files
 from spec_jax.data.pipeline import Pipeline, PipelineOptions
 from spec_jax.data.store import check_disk, open_store, plan_bytes
+from spec_jax.decode.engine import room_of
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
@@ -59,7 +61,10 @@ class Clock:
     path: pathlib.Path
 
     def read(self) -> dict[str, float]:
-        return json.loads(self.path.read_text()) if self.path.exists() else {}
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or torn: only times
+            return {}
 
     def add(self, part: str, seconds: float) -> None:
         parts = self.read()
@@ -107,12 +112,35 @@ def choose_vocab(
     return vocab, float(covered)
 
 
+def check_room(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
+    """Refuses, before any work, what validation could not decode after it.
+
+    Raises:
+      UserError: the longest prompt and its new tokens do not fit into a slot.
+    """
+    room = room_of(cfg.serve.max_context, drafter.layout.window, target.spec)
+    prompt = cfg.data.max_tokens - cfg.data.max_new_tokens
+    for name, new in (
+        ("train.eval_new_tokens", cfg.train.eval_new_tokens),
+        ("serve.max_new_tokens", cfg.serve.max_new_tokens),
+    ):
+        if prompt + new > room:
+            raise UserError(
+                f"{name}={new} and prompts of up to {prompt} tokens "
+                "(data.max_tokens - data.max_new_tokens) are more than the "
+                f"{room} a slot can hold; lower it, or raise "
+                f"serve.max_context={cfg.serve.max_context} (the target's own context "
+                f"is {target.spec.max_context})"
+            )
+
+
 def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs what is missing and measures; returns the report's metrics."""
     clock = Clock(workdir / "seconds.json")
     started = time.monotonic()
     target, params = serving.load_serving_target(cfg.target)
     drafter = serving.new_drafter(cfg, target)
+    check_room(cfg, target, drafter)
     serve = dataclasses.replace(
         cfg.serve, slots=OFFLINE_SLOTS, max_context=cfg.data.max_tokens + 64
     )

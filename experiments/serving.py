@@ -97,7 +97,11 @@ def new_drafter(cfg: Any, target: Target) -> Drafter:
       UserError: no such drafter, an unknown option, or one that does not fit.
     """
     options = cfg.drafter.options_dict()
-    if cfg.target.source == "tiny" and "mask_id" in options:
+    # One outside the vocabulary is left for the drafter to refuse.
+    if (
+        cfg.target.source == "tiny"
+        and -1 <= options.get("mask_id", -2) < target.spec.vocab_size
+    ):
         from experiments import tiny_target
 
         options["mask_id"] = target.tokenizer.id_of(tiny_target.MASK)

@@ -101,7 +101,7 @@ def _claim(workdir: pathlib.Path, cfg: Any) -> None:
     path = workdir / CLAIM
     if path.exists():
         try:
-            owner = json.loads(path.read_text())["config_hash"]
+            owner = str(json.loads(path.read_text())["config_hash"])
         except (ValueError, KeyError, TypeError):
             owner = "an unreadable recipe.json"
         if owner != mine:

@@ -306,7 +306,10 @@ def _seed(*parts: int) -> int:
 def _add_seconds(folder: pathlib.Path, seconds: float) -> float:
     """Adds this run's wall time to the folder's and returns the sum."""
     path = folder / "seconds.json"
-    before = json.loads(path.read_text()) if path.exists() else 0.0
+    try:
+        before = float(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or torn: only a time
+        before = 0.0
     files.write_atomically(str(path), json.dumps(before + seconds).encode())
     return before + seconds
 

@@ -413,7 +413,7 @@ def test_interrupted_export_leaves_the_old_one(
     """Killed before any of the five files: nothing new, nothing changed."""
     path = copy(whole, tmp_path)
     before = {name: (path / name).read_bytes() for name in FILES}
-    write, calls = folder._write, iter(range(5))
+    write, calls = folder.files_lib.write_atomically, iter(range(5))
 
     def stop(file, content):
         if next(calls) == call:
@@ -421,7 +421,7 @@ def test_interrupted_export_leaves_the_old_one(
             raise Killed
         write(file, content)
 
-    monkeypatch.setattr(folder, "_write", stop)
+    monkeypatch.setattr(folder.files_lib, "write_atomically", stop)
     for place in (path, tmp_path / "fresh"):
         calls = iter(range(5))
         with pytest.raises(Killed):
@@ -434,14 +434,14 @@ def test_interrupted_export_leaves_the_old_one(
 def test_a_hard_kill_leaves_only_a_hidden_folder(export, target, tmp_path, monkeypatch):
     """SIGKILL runs no clean-up: the half folder has another name and no manifest."""
     monkeypatch.setattr(folder.shutil, "rmtree", lambda *args, **kwargs: None)
-    write = folder._write
+    write = folder.files_lib.write_atomically
 
     def stop(file, content):
         if file.endswith(folder.GOLDEN):
             raise Killed
         write(file, content)
 
-    monkeypatch.setattr(folder, "_write", stop)
+    monkeypatch.setattr(folder.files_lib, "write_atomically", stop)
     with pytest.raises(Killed):
         export(tmp_path / "drafter")
     (left,) = os.listdir(tmp_path)
