@@ -112,12 +112,27 @@ def choose_vocab(
     return vocab, float(covered)
 
 
-def check_room(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
-    """Refuses, before any work, what validation could not decode after it.
+def make_objective(cfg: schema.Pipeline) -> ObjectiveOptions:
+    """The recipe's objective."""
+    return loading.to_dataclass(ObjectiveOptions, dict(cfg.objective), "objective")
+
+
+def make_mesh(cfg: schema.Pipeline) -> jax.sharding.Mesh:
+    """The recipe's mesh over this machine's devices."""
+    options = loading.to_dataclass(mesh_lib.MeshOptions, dict(cfg.mesh), "mesh")
+    return mesh_lib.make_mesh(options)
+
+
+def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
+    """Refuses, before any work, what training and validation would refuse later.
 
     Raises:
-      UserError: the longest prompt and its new tokens do not fit into a slot.
+      UserError: a wrong objective or mesh, more drafts than are trained, or the
+        longest prompt and its new tokens do not fit into a slot.
     """
+    make_objective(cfg)
+    make_mesh(cfg)
+    serving.with_num_draft(drafter, cfg.serve.num_draft, target)
     room = room_of(cfg.serve.max_context, drafter.layout.window, target.spec)
     prompt = cfg.data.max_tokens - cfg.data.max_new_tokens
     for name, new in (
@@ -140,7 +155,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     started = time.monotonic()
     target, params = serving.load_serving_target(cfg.target)
     drafter = serving.new_drafter(cfg, target)
-    check_room(cfg, target, drafter)
+    check_early(cfg, target, drafter)
     serve = dataclasses.replace(
         cfg.serve, slots=OFFLINE_SLOTS, max_context=cfg.data.max_tokens + 64
     )
@@ -262,10 +277,7 @@ def train(cfg, target, params, drafter, frozen, contract, store_path, made, work
         seq_len=cfg.train.seq_len,
         seed=cfg.seed,
     )
-    objective = loading.to_dataclass(ObjectiveOptions, dict(cfg.objective))
-    mesh = mesh_lib.make_mesh(
-        loading.to_dataclass(mesh_lib.MeshOptions, dict(cfg.mesh))
-    )
+    objective, mesh = make_objective(cfg), make_mesh(cfg)
     engine = serving.make_engine(
         target,
         params,

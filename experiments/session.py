@@ -103,11 +103,12 @@ def _claim(workdir: pathlib.Path, cfg: Any) -> None:
         try:
             owner = str(json.loads(path.read_text())["config_hash"])
         except (ValueError, KeyError, TypeError):
-            owner = "an unreadable recipe.json"
+            owner = ""
         if owner != mine:
+            named = owner[:8] or f"its {CLAIM} cannot be read"
             raise UserError(
                 f"workdir={str(workdir)!r} belongs to another configuration "
-                f"({owner[:8]}, this is {mine[:8]}); name another with --workdir=, or "
+                f"({named}, this is {mine[:8]}); name another with --workdir=, or "
                 "remove that folder"
             )
         return

@@ -202,8 +202,10 @@ def synthesise(
     pairs = [(p, ids) for p in train if (ids := rendered(p)) is not None]
     if not pairs or not held_ids:
         raise UserError(
-            f"data.max_tokens={data.max_tokens} leaves {room} tokens for a prompt, and "
-            "none fits; raise it or lower data.max_new_tokens"
+            f"data.max_tokens={data.max_tokens} leaves {room} tokens for a prompt: "
+            f"{len(pairs)} of {len(train)} prompts to train on and {len(held_ids)} of "
+            f"{len(held)} held out fit (and hold no special token); raise it, lower "
+            "data.max_new_tokens or name other prompts"
         )
     left_out = len(train) + len(held) - len(pairs) - len(held_ids)
     if left_out:

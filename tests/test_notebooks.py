@@ -181,7 +181,7 @@ def test_runs_from_an_empty_folder(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     client = nbclient.NotebookClient(
         book,
-        timeout=600,  # seconds per cell
+        timeout=1800,  # seconds per cell; a busy machine is not a fault
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     )

@@ -114,6 +114,12 @@ class TinyTarget:
         _at_least(1, "target.tiny", self, "num_kv_heads", "batch")
         _at_least(2, "target.tiny", self, "head_dim", "seq_len", "max_context")
         _at_least(0, "target.tiny", self, "train_steps")
+        _check(
+            self.head_dim % 2 == 0,
+            "target.tiny.head_dim",
+            self.head_dim,
+            "must be even (rotary)",
+        )
         _one_of("target.tiny", self, "family", ("llama", "qwen3"))
         _check(
             self.num_heads % self.num_kv_heads == 0,

@@ -65,7 +65,8 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
                 try:
                     record = json.loads(line)
                 except ValueError:
@@ -85,7 +86,8 @@ class MetricsFile:
 def read_records(path) -> list[dict]:
     """The records of a metrics file; a torn last line is left out."""
     records = []
-    for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
