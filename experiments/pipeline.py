@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 import time
 from collections import Counter
 from typing import Any
@@ -331,6 +332,8 @@ def train(cfg, target, params, drafter, frozen, contract, store_path, made, work
 
 def export(cfg, target, drafter, params, contract, vocab, made, workdir):
     """The Hugging Face folder, with a golden round computed from its weights."""
+    for left in workdir.glob(".export.writing-*"):  # by a killed run; ours alone
+        shutil.rmtree(left)
     text = next((s.tokens for s in made.train if len(s.tokens) >= 48), None)
     text = text or made.train[0].tokens
     probe = golden.probe_from_target(target, list(text)[:96], drafter, vocab)

@@ -102,6 +102,11 @@ def synthesise_prompts(
                 for i, g in enumerate(made)
                 if g.finish_reason == "stop"
             ]
+            if not turns:
+                raise UserError(
+                    f"data.synth_max_tokens={data.synth_max_tokens}: none of {GROUP} "
+                    "turns that the target made up ended within it; raise it"
+                )
             sample_files.write_chunk(str(cache), group, turns)
         before = len(texts)
         for turn in sample_files.read_chunk(str(cache), group):

@@ -127,7 +127,12 @@ class TinyTarget:
             self.num_heads,
             f"must be a multiple of num_kv_heads={self.num_kv_heads}",
         )
-        _check(self.lr > 0, "target.tiny.lr", self.lr, "must be above 0")
+        _check(
+            0 < self.lr < math.inf,
+            "target.tiny.lr",
+            self.lr,
+            "must be a number above 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +329,7 @@ class Train:
         _share("train", self, "warmup_fraction")
         _one_of("train", self, "schedule", ("cosine", "constant", "wsd"))
         _one_of("train", self, "optimiser", ("adamw", "muon"))
-        _check(self.lr > 0, "train.lr", self.lr, "must be above 0")
+        _check(0 < self.lr < math.inf, "train.lr", self.lr, "must be a number above 0")
 
 
 @dataclasses.dataclass(frozen=True)

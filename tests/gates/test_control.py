@@ -264,9 +264,7 @@ def test_a_text_resumed_past_a_tie_is_still_judged(pair):
     gap = identity.plain_gap(world.spec, tied, prompts[0] + plain[0][:last])
     assert gap > 10 * identity.NEAR_TIE
     theirs = [[*plain[0][:at], other], plain[1]]
-    found = identity.compare(
-        world.spec, tied, Liar(), prompts, plain, theirs, GREEDY
-    )
+    found = identity.compare(world.spec, tied, Liar(), prompts, plain, theirs, GREEDY)
     assert not found.identical and found.near_ties == 1
     assert found.first_difference.startswith(f"prompt 0: token {last}")
 

@@ -1,0 +1,153 @@
+"""Synthesis and the checks that come before any work; no model is run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments import pipeline, synthesis
+from spec_jax.config import schema
+from spec_jax.core.errors import UserError
+from spec_jax.decode.request import Generation
+from tests.support import served, tiny
+
+DATA = schema.Data(
+    num_synth_prompts=0,
+    max_new_tokens=6,
+    max_tokens=16,
+    held_out=1,
+    greedy_share=1.0,
+    prompts="set by the test",
+)
+
+
+class Echo:
+    """An engine that answers with the prompt's last word and the end token."""
+
+    def __init__(self, finish="stop", limit=None):
+        self.finish, self.limit, self.calls = finish, limit, 0
+
+    def __call__(self):
+        return self
+
+    def generate(self, prompts, settings):
+        self.calls += 1
+        if self.limit is not None and self.calls > self.limit:
+            raise KeyboardInterrupt
+        return [
+            Generation(list(p), [6 + sum(p) % 9, served.END], self.finish)
+            for p in prompts
+        ]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return served.make_target()
+
+
+def write_prompts(path, words):
+    path.write_text("".join(json.dumps({"prompt": w}) + "\n" for w in words))
+    return dataclasses.replace(DATA, prompts=str(path))
+
+
+def make(target, data, folder, engine):
+    return synthesis.synthesise(target, engine, data, 0, folder, served.MASK)
+
+
+def test_samples_are_the_targets_own_answers(target, tmp_path):
+    data = write_prompts(tmp_path / "p.jsonl", [f"w{i}" for i in range(6, 14)])
+    found = make(target, data, tmp_path / "s", Echo())
+    assert len(found.train) == 7 and len(found.held_out) == 1
+    for sample in found.train:
+        prompt = sample.tokens[: sample.prompt_len]
+        assert sample.answer == (6 + sum(prompt) % 9, served.END)
+        assert prompt not in found.held_out
+        # Rendered through the template, the assistant's turn opened.
+        assert target.tokenizer.decode(prompt[-2:]).split()[-1] == "assistant"
+
+
+def test_a_killed_synthesis_goes_on_and_a_finished_one_runs_nothing(
+    target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(synthesis, "GROUP", 3)
+    data = write_prompts(tmp_path / "p.jsonl", [f"w{i}" for i in range(6, 15)])
+    whole = make(target, data, tmp_path / "whole", Echo())
+    with pytest.raises(KeyboardInterrupt):
+        make(target, data, tmp_path / "cut", Echo(limit=1))
+    again = Echo()
+    resumed = make(target, data, tmp_path / "cut", again)
+    assert resumed.train == whole.train and resumed.held_out == whole.held_out
+    assert again.calls == 2  # of three groups, the first was there
+    idle = Echo()
+    assert make(target, data, tmp_path / "cut", idle).train == whole.train
+    assert idle.calls == 0
+
+
+def test_answers_to_other_prompts_are_refused(target, tmp_path):
+    """The prompt file changed under an unfinished run."""
+    path = tmp_path / "p.jsonl"
+    data = write_prompts(path, ["w6", "w7", "w8"])
+    make(target, data, tmp_path / "s", Echo())
+    write_prompts(path, ["w9", "w10", "w11"])
+    with pytest.raises(UserError, match="answers other prompts"):
+        make(target, data, tmp_path / "s", Echo())
+
+
+def test_prompts_that_cannot_be_served_are_left_out_aloud(target, tmp_path):
+    data = write_prompts(tmp_path / "p.jsonl", ["w6", "w7 " * 20, "w8", "<mask> w9"])
+    said = []
+    found = synthesis.synthesise(
+        target, Echo(), data, 0, tmp_path / "s", served.MASK, said.append
+    )
+    assert len(found.train) + len(found.held_out) == 2
+    assert any(line.startswith("2 prompts left out") for line in said)
+
+
+def test_turns_that_never_end_are_refused(target, tmp_path):
+    data = dataclasses.replace(DATA, prompts="", num_synth_prompts=4)
+    with pytest.raises(UserError, match=r"data\.synth_max_tokens=64: none of"):
+        make(target, data, tmp_path / "s", Echo(finish="length"))
+
+
+def test_the_users_turn_is_begun_with_its_opening(target):
+    prefix = synthesis.user_turn_prefix(target, opening="w7")
+    assert target.tokenizer.decode(prefix).split() == ["<start>", "user", "w7"]
+
+
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        ({"objective": (("kind", "hinge"),)}, "objective.kind='hinge'"),
+        ({"mesh": (("tensor", 3),)}, "mesh"),
+        ({"serve": schema.Serve(max_context=64, max_new_tokens=48, num_draft=9)}, "9"),
+        (
+            {
+                "serve": schema.Serve(max_context=64, max_new_tokens=8),
+                "train": schema.Train(eval_new_tokens=60, seq_len=64),
+            },
+            "train.eval_new_tokens=60",
+        ),
+    ],
+)
+def test_what_cannot_end_well_is_refused_before_any_work(target, change, field):
+    base = schema.Pipeline(
+        data=schema.Data(max_new_tokens=16, max_tokens=48),
+        train=schema.Train(eval_new_tokens=8, seq_len=64),
+        serve=schema.Serve(max_context=64, max_new_tokens=8),
+    )
+    drafter = tiny.dflash(target.spec, 3)
+    pipeline.check_early(base, target, drafter)
+    with pytest.raises(UserError) as caught:
+        pipeline.check_early(dataclasses.replace(base, **change), target, drafter)
+    assert field in str(caught.value)
+
+
+def test_draft_vocabulary_is_what_answers_contain():
+    samples = [
+        synthesis.sample_files.make_sample([1, 2], [5, 5, 7], "a"),
+        synthesis.sample_files.make_sample([1, 3], [5, 7, 9], "b"),
+    ]
+    vocab, coverage = pipeline.choose_vocab(2, samples, 12)
+    assert vocab.target_ids == (5, 7) and coverage == pytest.approx(5 / 6)
+    assert pipeline.choose_vocab(0, samples, 12) == (None, 1.0)
+    assert pipeline.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
