@@ -116,6 +116,6 @@ def check_prompt(
         raise UserError(
             f"prompt has {len(prompt)} tokens and max_new_tokens is "
             f"{settings.max_new_tokens}: together more than the {room} a slot can "
-            "hold; shorten the prompt, ask for fewer tokens, or raise serve.max_context "
+            "hold; shorten the prompt, ask for fewer tokens, or raise max_context "
             "up to the target's own context"
         )

@@ -1,5 +1,7 @@
 """Greedy identity on the real target, through every accepted length."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from spec_jax.evals import compiles, identity
 from spec_jax.target.model import unstack_layers
 
 NUM_DRAFT = 7
+SLOTS = 2
 NEW_TOKENS = 40
 CONTEXT = 128
 BUCKET = 16
@@ -56,7 +59,7 @@ def replay(spec) -> Drafter:
         layout=BlockLayout(NUM_DRAFT),
         needs=FeatureSchema((14,), spec.hidden_size),
         topologies=("chain",),
-        init=lambda key: jnp.zeros((1, CONTEXT), jnp.int32),
+        init=lambda key: jnp.zeros((SLOTS, CONTEXT), jnp.int32),
         init_state=lambda slots, allocated: jnp.zeros((1, slots), jnp.int32),
         prefill=unchanged,
         propose=propose,
@@ -85,47 +88,56 @@ def corrupted(prompt, tokens, rng, vocab_size):
     return row_A, distances.tolist()
 
 
-def new_engine(spec, weights, drafter=None):
-    options = EngineOptions(
-        slots=2, max_context=CONTEXT, prefill_buckets=(BUCKET,), plain=False
-    )
-    return Engine(spec, weights, options, drafter)
-
-
 @pytest.fixture(scope="module")
-def texts(smollm2):
-    """Parameters with layers apart, two prompts and their plain answers."""
+def plain(smollm2):
+    """An engine over layers apart, two prompts and their plain answers."""
     spec, tokenizer = smollm2.spec, smollm2.tokenizer
     params = jax.jit(unstack_layers)(smollm2.params)
+    drafter = replay(spec)
+    table_BA = jnp.zeros((SLOTS, CONTEXT), jnp.int32)
+    options = EngineOptions(slots=SLOTS, max_context=CONTEXT, prefill_buckets=(BUCKET,))
+    weights = Weights(params, table_BA, frozen_from_params(params))
+    engine = Engine(spec, weights, options, drafter)
     prompts = [tokenizer.encode(SHORT), tokenizer.encode(LONG)]
     assert len(prompts[0]) < BUCKET < 2 * BUCKET < len(prompts[1])
-    made = new_engine(spec, Weights(target=params)).generate(prompts, SETTINGS)
+    alone = dataclasses.replace(SETTINGS, speculate=False)
+    made = engine.generate(prompts, alone)
     assert all(set(g.emitted) == {1} and len(g.tokens) == NEW_TOKENS for g in made)
-    return params, prompts, [g.tokens for g in made]
+    return engine, prompts, [g.tokens for g in made]
 
 
-def test_every_accepted_length_keeps_the_plain_text(smollm2, texts):
+def test_every_accepted_length_keeps_the_plain_text(smollm2, plain):
     spec = smollm2.spec
-    params, prompts, plain = texts
+    engine, prompts, texts = plain
     rng = np.random.default_rng(3)
     rows, planned = zip(
         *(
             corrupted(prompt, tokens, rng, spec.vocab_size)
-            for prompt, tokens in zip(prompts, plain, strict=True)
+            for prompt, tokens in zip(prompts, texts, strict=True)
         ),
         strict=True,
     )
     # An idle engine hands out its slots in order: prompt i runs in slot i.
-    weights = Weights(params, jnp.asarray(np.stack(rows)), frozen_from_params(params))
-    engine = new_engine(spec, weights, replay(spec))
+    table_BA = jnp.asarray(np.stack(rows))
+    engine.weights = dataclasses.replace(engine.weights, draft=table_BA)
+    reads, rounds = engine.host_reads, engine.rounds
     with compiles.counting() as counted:
         made = engine.generate(prompts, SETTINGS)
     assert counted.compiles == 0
     # Every round is read once, and so is each prompt's last prefill chunk.
-    assert engine.host_reads == engine.rounds + len(prompts)
+    rounds = engine.rounds - rounds
+    assert engine.host_reads - reads == rounds + len(prompts)
+    # Both prompts shared rounds: the batch took fewer than they did apart.
+    assert rounds < sum(g.rounds for g in made)
 
     same = identity.compare(
-        spec, params, engine, prompts, plain, [g.tokens for g in made], SETTINGS
+        spec,
+        engine.weights.target,
+        engine,
+        prompts,
+        texts,
+        [g.tokens for g in made],
+        SETTINGS,
     )
     assert same.identical, same.first_difference
     # These two texts have no near-tie, so every round is known beforehand.
@@ -139,5 +151,3 @@ def test_every_accepted_length_keeps_the_plain_text(smollm2, texts):
         assert emitted[8:] == [NEW_TOKENS - 1 - sum(distances)]
         assert generation.drafted[:8] == [NUM_DRAFT] * 8
         assert generation.finish_reason == "length"
-    # Both prompts shared rounds: the batch took fewer than they did apart.
-    assert engine.rounds < sum(g.rounds for g in made)

@@ -34,8 +34,9 @@ def test_shuffled_weights_are_shuffled_features(drafter):
     shuffled_fc = np.asarray(control["params"]["fc"])
     # Row i of the control's fc is row source[i] of the drafter's: channel i is
     # read by the weights of channel source[i].
-    source = [int(np.flatnonzero((fc == row).all(1))[0]) for row in shuffled_fc]
-    assert sorted(source) == list(range(len(fc)))
+    same_KK = (shuffled_fc[:, None] == fc[None]).all(-1)
+    assert (same_KK.sum(0) == 1).all() and (same_KK.sum(1) == 1).all()
+    source = same_KK.argmax(1)
     assert np.mean(source == np.arange(len(fc))) < 0.2
 
     batch = drafting.make_batch(drafter, (14, 11), 16)
@@ -285,6 +286,14 @@ def test_counting_counts_compilations_inside_the_block():
     assert outer.compiles == 2
     program(np.zeros(7, np.float32))
     assert (outer.compiles, inner.compiles) == (2, 1)
+
+
+def test_counting_leaves_tracing_and_lowering_out():
+    with compiles.counting() as counted:
+        lowered = jax.jit(lambda x: 5 * x + 2).lower(np.zeros(9, np.float32))
+        assert counted.compiles == 0
+        lowered.compile()
+    assert counted.compiles == 1
 
 
 def test_counting_sees_eager_work():
