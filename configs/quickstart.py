@@ -6,7 +6,10 @@ Synthesises prompts, lets the target answer them, captures its features, trains
 a small drafter for a few minutes, exports it, loads the folder again and decodes
 held-out prompts with and without it.
 
-Time: at most 10 minutes on two idle CPU cores.
+Time: at most 10 minutes on two idle CPU cores (8.3 measured, compiling included).
+Numbers there: accept length 1.43 (1.05 with shuffled features), texts identical, no
+compile after warm-up, loss 16.4 -> 2.1, speed-up 0.87: a first drafter of 5 M
+parameters does not pay for a verify that costs 1.5 plain steps; accept length does.
 Another length of training: --config.train.steps=400
 Prompts of your own: --config.data.prompts=<file.jsonl>
 """

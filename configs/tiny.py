@@ -6,7 +6,8 @@ The target is a random model of five layers that first learns a synthetic
 corpus for some seconds; then everything happens as with a real one. The word
 after the colon names the drafter.
 
-Time: under 60 seconds on two CPU cores.
+Time: under 60 seconds on two CPU cores (52 cold, 11 with programs compiled before).
+Numbers there: accept length 1.70 (1.09 with shuffled features), speed-up 1.26.
 Look at the training data: --inspect
 """
 

@@ -125,7 +125,8 @@ def synthesise_prompts(
                 "data.synth_max_tokens, or ask for fewer"
             )
         group += 1
-        say(f"prompts {len(texts)}/{data.num_synth_prompts}")
+        ready = min(len(texts), data.num_synth_prompts)
+        say(f"prompts {ready}/{data.num_synth_prompts}")
     chosen = list(texts)[: data.num_synth_prompts]
     return [prompt_files.user_prompt(t, f"synth/{i}") for i, t in enumerate(chosen)]
 

@@ -7,7 +7,12 @@ Uses the drafter of the latest finished run of `configs/smollm2.py:dflash`;
 another one: --config.drafter=<folder>. A prompt set without a file is left out,
 and the report says so.
 
-Time: about a minute for 16 prompts of 128 tokens on two CPU cores.
+Time: three minutes for 24 prompts of 128 tokens on two CPU cores.
+Numbers (drafter of the run named in `configs/smollm2.py`, 24 GSM8K test questions,
+greedy, two idle cores): accept length 1.79 (looping outputs, a quarter, 1.80), first
+draft accepted in 45% of rounds, plain step 23.8 ms, speed-up 0.90, texts identical.
+A narrower window pays here: --config.serve.num_draft=3 gives 1.76 tokens a round and
+a speed-up of 1.01 over 12 of those questions.
 """
 
 from configs import common
