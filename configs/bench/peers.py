@@ -10,6 +10,7 @@ every answer in full length, on the same number of threads.
 Time: a few minutes on two CPU cores.
 Numbers (SmolLM2-135M, float32, two idle cores, transformers 5.24, torch 2.13): ours
 40.9 tokens/s, theirs 17.7, `plain_over_transformers` 2.31, all texts equal.
+More threads for both: --config.bench.threads=4
 """
 
 from configs import common
