@@ -116,8 +116,8 @@ def measure(
         "verify_ms": {str(w): ms[f"verify{w}", GREEDY] for w in widths},
     }
     if _STANDARD_WIDTH in widths:
-        standard = ms[f"verify{_STANDARD_WIDTH}", GREEDY]
-        found["verify8_over_plain"] = standard / ms["plain", GREEDY]
+        verify8 = ms[f"verify{_STANDARD_WIDTH}", GREEDY]
+        found["verify8_over_plain"] = verify8 / ms["plain", GREEDY]
     for kind, suffix in ((GREEDY, ""), (SAMPLED, "_sampled")):
         draft, whole = ms["draft", kind], ms["round", kind]
         rest = whole - draft - ms[f"verify{window}", GREEDY]
@@ -300,11 +300,28 @@ def _cost(ms: Mapping, emitted: Mapping, window: int, batch: int) -> dict:
     """Milliseconds per emitted token, part by part."""
     bars = {"plain": {"verify": ms["plain", GREEDY] / batch}}
     for kind in (GREEDY, SAMPLED):
-        parts = {"draft": ms["draft", kind], "verify": ms[f"verify{window}", GREEDY]}
-        parts["accept, commit, draft state"] = max(
-            0.0, ms["round", kind] - sum(parts.values())
+        bars[f"round, {kind}"] = round_parts(
+            ms["draft", kind],
+            ms[f"verify{window}", GREEDY],
+            ms["round", kind],
+            emitted[kind],
         )
-        bars[f"round, {kind}"] = {
-            part: value / emitted[kind] for part, value in parts.items()
-        }
     return bars
+
+
+def round_parts(
+    draft_ms: float, verify_ms: float, round_ms: float, tokens: float
+) -> dict[str, float]:
+    """A round's milliseconds per emitted token, part by part.
+
+    Args:
+      draft_ms, verify_ms, round_ms: medians of one run.
+      tokens: emitted by the round, all slots together.
+    """
+    rest = max(0.0, round_ms - draft_ms - verify_ms)
+    parts = {
+        "draft": draft_ms,
+        "verify": verify_ms,
+        "accept, commit, draft state": rest,
+    }
+    return {part: value / tokens for part, value in parts.items()}

@@ -388,6 +388,7 @@ def cost_split(cfg, target, params, drafter, accept_length: float):
 
     Times do not depend on the drafter's weights, so random ones are timed.
     """
+    drafter = serving.with_num_draft(drafter, cfg.serve.num_draft, target)
     window = drafter.layout.window
     timed = schema.BenchRound(
         seed=cfg.seed,
@@ -405,14 +406,11 @@ def cost_split(cfg, target, params, drafter, accept_length: float):
     )
     found = bench_round.measure(timed, target, params, drafter, standard=False)
     verify = found["verify_ms"][str(window)]
-    rest = found["round_ms"] - found["draft_ms"] - verify
     split = {
-        "plain": {"target": found["plain_step_ms"]},
-        "speculative": {
-            "draft": found["draft_ms"] / accept_length,
-            "target": verify / accept_length,
-            "state and rest": max(rest, 0.0) / accept_length,
-        },
+        "plain": {"verify": found["plain_step_ms"]},
+        "speculative": bench_round.round_parts(
+            found["draft_ms"], verify, found["round_ms"], accept_length
+        ),
     }
     kept = ("plain_step_ms", "draft_ms", "round_ms", "overhead_fraction")
     costs = {name: found[name] for name in kept} | {"verify_ms": verify}

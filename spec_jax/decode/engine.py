@@ -284,10 +284,9 @@ class Engine:
 
     def _dispatch_round(self) -> None:
         speculate = any(job.settings.speculate for job in self._running.values())
-        has_round = "round" in self._programs
-        name = (
-            "round" if has_round and (speculate or not self.options.plain) else "plain"
-        )
+        name = "round" if speculate else "plain"
+        if name not in self._programs:  # one of the two may not be compiled
+            (name,) = self._programs.keys() & {"round", "plain"}
         self.state, result = self._programs[name](self.weights, self.state)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
