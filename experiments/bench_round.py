@@ -30,9 +30,10 @@ from spec_jax.config import schema
 from spec_jax.core import verify_layout
 from spec_jax.core.errors import UserError
 from spec_jax.core.vocab import DraftVocab
-from spec_jax.decode import propose, step
+from spec_jax.decode import forward, propose, step
+from spec_jax.decode.forward import Weights
 from spec_jax.decode.state import DecodeState, Slots, empty_slots
-from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.sampling.transform import Sampling
@@ -177,7 +178,9 @@ def compile_programs(
         def verify_only(weights, cache, slots, drafts_BM, full_B):
             layout = verify_layout.chain(slots.anchor_B, drafts_BM, full_B)
             before = DecodeState(cache, None, slots)
-            logits_BWV, output = step.target_rows(spec, weights, before, layout, taps)
+            logits_BWV, output = forward.target_rows(
+                spec, weights, before, layout, taps
+            )
             return output.cache, (logits_BWV, output.features_BTLD)
 
         verify = aot(verify_only, True, abstract.cache, slots, drafts_BM, full_B)

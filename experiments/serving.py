@@ -10,8 +10,9 @@ import jax
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.forward import Weights
 from spec_jax.decode.request import Settings
-from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params

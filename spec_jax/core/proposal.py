@@ -28,7 +28,8 @@ class TokenLaw:
       floor_BT: lowest scaled logit that the transform keeps.
       log_norm_BT: log of the kept scaled logits' summed exponentials.
       one_hot_BT: -1, or the id (in the rows' own vocabulary) that has all mass.
-      target_ids_U: None, or the target id of each reduced id.
+      target_ids: None, the target id of each reduced id `[U]`, or of each
+        candidate of each row `[B, T, K]` (a sparse law: K ids hold all mass).
     """
 
     logits_BTV: jnp.ndarray  # [B, T, V]
@@ -36,7 +37,12 @@ class TokenLaw:
     floor_BT: jnp.ndarray  # [B, T]
     log_norm_BT: jnp.ndarray  # [B, T]
     one_hot_BT: jnp.ndarray  # [B, T]
-    target_ids_U: jnp.ndarray | None = None  # [U]
+    target_ids: jnp.ndarray | None = None  # [U] or [B, T, K]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Each row lists its own candidates."""
+        return self.target_ids is not None and self.target_ids.ndim == 3
 
 
 @struct.dataclass
@@ -49,15 +55,63 @@ class Proposal:
       law: q, one row per draft.
       usable_B: drafts before the first row whose logits were not finite; the
         verifier looks at no more (an all -inf row degrades to a plain step).
-      confidence_BM: None, or the drafter's estimate that row j is accepted
-        given that the rows before it were; it may read d_<j only.
+      confidence_logit_BM: None, or the log-odds of the drafter's estimate that
+        row j is accepted given that the rows before it were, before any
+        calibration; it may read d_<j only.
+      parents_BW: None for a chain. For a tree the parent row of each verify row
+        (row 0 is the anchor, parent -1; row i + 1 is draft i); parents precede
+        their children, and siblings stand in the order they are tried.
     """
 
     tokens_BM: jnp.ndarray  # [B, M]
     draft_ids_BM: jnp.ndarray  # [B, M]
     law: TokenLaw
     usable_B: jnp.ndarray  # [B]
-    confidence_BM: jnp.ndarray | None = None  # [B, M]
+    confidence_logit_BM: jnp.ndarray | None = None  # [B, M]
+    parents_BW: jnp.ndarray | None = None  # [B, W]
+
+
+def join_rows(laws: list[TokenLaw]) -> TokenLaw:
+    """One law from laws of consecutive rows (drafts sampled one at a time)."""
+
+    def rows(name):
+        return jnp.concatenate([getattr(law, name) for law in laws], axis=1)
+
+    ids = laws[0].target_ids
+    return TokenLaw(
+        logits_BTV=rows("logits_BTV"),
+        inv_temperature_B=laws[0].inv_temperature_B,
+        floor_BT=rows("floor_BT"),
+        log_norm_BT=rows("log_norm_BT"),
+        one_hot_BT=rows("one_hot_BT"),
+        target_ids=rows("target_ids") if laws[0].is_sparse else ids,
+    )
+
+
+def one_hot_law(tokens_BM) -> TokenLaw:
+    """The law of drafts that were chosen, not drawn: all mass on each token.
+
+    Sparse with one candidate a row, so it costs nothing: lookup drafts and the
+    nodes of a tree.
+    """
+    zeros_BM = jnp.zeros(tokens_BM.shape, jnp.float32)
+    return TokenLaw(
+        logits_BTV=zeros_BM[..., None],
+        inv_temperature_B=jnp.ones(tokens_BM.shape[:1], jnp.float32),
+        floor_BT=zeros_BM,
+        log_norm_BT=zeros_BM,
+        one_hot_BT=jnp.zeros(tokens_BM.shape, jnp.int32),
+        target_ids=tokens_BM[..., None],
+    )
+
+
+def target_ids_of(law: TokenLaw, ids_BT):
+    """Target ids `[B, T]` of ids in the law's own vocabulary."""
+    if law.target_ids is None:
+        return ids_BT
+    if law.is_sparse:
+        return jnp.take_along_axis(law.target_ids, ids_BT[..., None], -1)[..., 0]
+    return law.target_ids[ids_BT]
 
 
 def prob_of(law: TokenLaw, ids_BT):
@@ -95,10 +149,14 @@ def row_probs(law: TokenLaw, row_B, vocab_size: int):
     prob_BV = jnp.where(
         one_hot_B1 >= 0, (ids_V[None] == one_hot_B1).astype(jnp.float32), prob_BV
     )
-    if law.target_ids_U is None:
+    if law.target_ids is None:
         return prob_BV
     full_BV = jnp.zeros((prob_BV.shape[0], vocab_size), prob_BV.dtype)
-    return full_BV.at[:, law.target_ids_U].set(prob_BV)
+    if not law.is_sparse:
+        return full_BV.at[:, law.target_ids].set(prob_BV)
+    ids_BK = jnp.take_along_axis(law.target_ids, row_B[:, None, None], 1)[:, 0]
+    row_B1 = jnp.arange(prob_BV.shape[0])[:, None]
+    return full_BV.at[row_B1, ids_BK].add(prob_BV)
 
 
 def residual(p_BV, q_BV):

@@ -19,9 +19,10 @@ import numpy as np
 
 from spec_jax.core.errors import UserError
 from spec_jax.decode import prefill, step
+from spec_jax.decode.forward import Weights
 from spec_jax.decode.request import Generation, Settings, check_prompt
 from spec_jax.decode.state import DecodeState, Slots, empty_slots
-from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters.base import Drafter
 from spec_jax.sampling.transform import Sampling
 from spec_jax.target.cache import init_cache

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from spec_jax.core import keys, masks
+from spec_jax.decode.forward import Weights, stored
 from spec_jax.decode.state import DecodeState, Slots
-from spec_jax.decode.step import Weights, stored
 from spec_jax.drafters.base import Drafter, Rows
 from spec_jax.sampling import draws, transform
 from spec_jax.target import model
@@ -108,6 +108,7 @@ def prefill_step(
             tokens_BT=chunk.tokens_T[None],
             next_tokens_BT=following_T[None],
             features_BTLD=output.features_BTLD,
+            hidden_BTD=output.hidden_BTD,
             start_B=start_B,
             length_B=chunk.count[None],
         )

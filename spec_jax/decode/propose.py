@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from spec_jax.core import keys
 from spec_jax.core.proposal import Proposal
+from spec_jax.core.topology import CHAIN_TOPOLOGY, Topology
 from spec_jax.decode.state import DecodeState, Slots
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.sampling import draws, transform
@@ -43,13 +44,19 @@ def make_draw(slots: Slots, *, one_hot: bool):
 
 
 def propose(
-    drafter: Drafter, params, frozen: Frozen, state: DecodeState, *, one_hot: bool
+    drafter: Drafter,
+    params,
+    frozen: Frozen,
+    state: DecodeState,
+    *,
+    one_hot: bool,
+    topology: Topology = CHAIN_TOPOLOGY,
 ) -> Proposal:
     """M drafts per slot and the law that produced them."""
     slots = state.slots
     draw = make_draw(slots, one_hot=one_hot)
     proposal, _ = drafter.propose(
-        params, frozen, state.draft, slots.anchor_B, slots.length_B, draw
+        params, frozen, state.draft, slots.anchor_B, slots.length_B, draw, topology
     )
     return proposal
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from spec_jax.core import keys
 from spec_jax.core.outcome import Verdict, cut
 from spec_jax.core.proposal import Proposal, TokenLaw, prob_of, residual, row_probs
 from spec_jax.core.shapes import bind
-from spec_jax.sampling import draws
+from spec_jax.core.verify_layout import VerifyLayout
+from spec_jax.sampling import draws, transform
 
 
 def accept_terms(p_law: TokenLaw, proposal: Proposal):
@@ -98,4 +100,31 @@ def judge(
         next_token_B=jnp.where(best_B >= 0, best_B, drawn_B).astype(jnp.int32),
         full_B=~rejected_B,
         bad_B=~jnp.take_along_axis(finite_BW, r_B[:, None], 1)[:, 0],
+    )
+
+
+def accept(logits_BWV, stored_B, slots, proposal: Proposal, layout: VerifyLayout):
+    """The verdict of a chain under each request's settings.
+
+    `stored_B` is false where the forward kept no rows (see `TargetOutput`):
+    such a request ends with an error, whichever row was not finite.
+    """
+    num_draft = proposal.tokens_BM.shape[1]
+    p_law = transform.law_of(logits_BWV, slots.sampling)
+    sampled = ~slots.sampling.greedy_B.all()
+
+    def uniforms(use, rows):
+        return keys.round_uniforms(
+            slots.seed_B, slots.round_B, use, rows, needed=sampled
+        )
+
+    uniform = uniforms(keys.Use.ACCEPT, num_draft)
+    final = uniforms(keys.Use.TARGET, 1)
+    return judge(
+        p_law,
+        transform.finite_rows(logits_BWV) & stored_B[:, None],
+        proposal,
+        layout.verify_len_B,
+        uniform,
+        final[:, 0],
     )

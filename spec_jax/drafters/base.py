@@ -44,6 +44,7 @@ class Rows:
       next_tokens_BT: the token after each row (EAGLE's pairing); a chunk's edge
         row carries the next known token.
       features_BTLD: the rows' captured features.
+      hidden_BTD: the rows' last hidden state after the target's final norm.
       start_B: absolute position of row 0.
       length_B: rows that count (a prefix); the rest is padding.
     """
@@ -51,31 +52,71 @@ class Rows:
     tokens_BT: jnp.ndarray  # [B, T]
     next_tokens_BT: jnp.ndarray  # [B, T]
     features_BTLD: jnp.ndarray  # [B, T, L, D]
+    hidden_BTD: jnp.ndarray  # [B, T, D]
     start_B: jnp.ndarray  # [B]
     length_B: jnp.ndarray  # [B]
 
 
 @struct.dataclass
+class Selector:
+    """DFlash 2's candidate scores, factored (article 6.3).
+
+    The score of candidate c after the true predecessor is
+    `unary(c) + <query, successor_UE[c]>`.
+
+    Attributes:
+      query_XME: predecessor code times projected hidden row.
+      successor_UE: codes of the draft vocabulary's tokens.
+      size_k: K, candidates kept of each row.
+    """
+
+    query_XME: jnp.ndarray  # [X, M, E]
+    successor_UE: jnp.ndarray  # [U, E]
+    size_k: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
 class TrainOutputs:
-    """What objectives read; rows X are blocks (B * N), M drafts each.
+    """What objectives read; rows X are blocks or starts, M predictions each.
+
+    A row's logits are `hidden @ head + correction @ correction_head`; the second
+    term is there for drafters that correct their logits by a low-rank head.
 
     Attributes:
       hidden_XMD: post-norm draft hidden rows, float32.
       labels_XM: target ids the rows should predict.
       valid_XM: 1.0 where the row is supervised, else 0.0.
-      anchors_BN: sampled anchor positions.
+      anchors_BN: sampled anchor positions (X = B * N).
+      head_DU: the drafter's own trained head; None: the frozen one, without
+        gradient.
+      correction_XME: low-rank correction of each row, or None.
+      correction_EU: its head.
+      teacher_XMD: the target's post-norm hidden row that predicts each label
+        (position: the label's minus one), or None where no term needs it.
+      feature_XMD: predicted features (EAGLE), or None.
+      feature_target_XMD: the features they should be.
+      confidence_XM: log-odds that the row is accepted, or None.
+      selector: DFlash 2's candidate selector, or None.
     """
 
     hidden_XMD: jnp.ndarray  # [X, M, D]
     labels_XM: jnp.ndarray  # [X, M]
     valid_XM: jnp.ndarray  # [X, M]
     anchors_BN: jnp.ndarray  # [B, N]
+    head_DU: jnp.ndarray | None = None  # [D, U]
+    correction_XME: jnp.ndarray | None = None  # [X, M, E]
+    correction_EU: jnp.ndarray | None = None  # [E, U]
+    teacher_XMD: jnp.ndarray | None = None  # [X, M, D]
+    feature_XMD: jnp.ndarray | None = None  # [X, M, D]
+    feature_target_XMD: jnp.ndarray | None = None  # [X, M, D]
+    confidence_XM: jnp.ndarray | None = None  # [X, M]
+    selector: Selector | None = None
 
 
 # draw(logits_BTU, first_row) -> (draft_ids_BT, TokenLaw): samples each row under
-# the request's transform and returns the law it drew from. Bound by
-# `decode.propose`; `first_row` keeps random streams apart when rows are drawn
-# one at a time (autoregressive drafters).
+# the request's transform and returns the law it drew from, over the logits' own
+# columns. Bound by `decode.propose`; `first_row` keeps random streams apart when
+# rows are drawn one at a time (autoregressive drafters).
 Draw = Callable[[Any, int], tuple[Any, Any]]
 
 
@@ -88,11 +129,12 @@ class Drafter:
       options: frozen, hashable options.
       layout: block rows.
       needs: features it conditions on.
-      topologies: what it can propose ("chain", ...).
+      topologies: kinds of `core.topology` it can propose.
+      terms: its objective, pairs (term of `objectives.records.TERMS`, weight).
       init: key -> params.
       init_state: (slots, allocated) -> state; every array has the slots on axis 1.
       prefill: (params, frozen, state, Rows) -> state; a chunk of a prompt.
-      propose: (params, frozen, state, anchor_B, length_B, draw)
+      propose: (params, frozen, state, anchor_B, length_B, draw, topology)
         -> (Proposal, state).
       extend: (params, frozen, state, Rows) -> state; absorbs the rows
         a verify ran. Rows past `length_B` may be written but must stay
@@ -111,6 +153,7 @@ class Drafter:
     propose: Callable
     extend: Callable
     train_outputs: Callable
+    terms: tuple[tuple[str, float], ...] = (("ce", 1.0),)
 
 
 def load(name: str, options: dict | Any, target_spec) -> Drafter:

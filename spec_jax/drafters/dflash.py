@@ -211,8 +211,9 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
         )
 
     def propose(
-        params, frozen: Frozen, state: KVCache, anchor_B, length_B, draw
+        params, frozen: Frozen, state: KVCache, anchor_B, length_B, draw, topology
     ) -> tuple[Proposal, KVCache]:
+        del topology  # a block is a chain
         bind(anchor_B=anchor_B, length_B=length_B)
         # The anchor is the first position the target has not run.
         rows_BQD = block.run_block(
@@ -229,7 +230,7 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
         tokens_BM = draft_ids_BM
         if frozen.target_ids_U is not None:
             tokens_BM = frozen.target_ids_U[draft_ids_BM]
-            law = law.replace(target_ids_U=frozen.target_ids_U)
+            law = law.replace(target_ids=frozen.target_ids_U)
         # The maximum is finite unless the row holds NaN, +inf or only -inf.
         good_BM = jnp.isfinite(logits_BMU.max(-1)).astype(jnp.int32)
         proposal = Proposal(

@@ -26,6 +26,7 @@ from spec_jax.core import masks
 from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.core.proposal import TokenLaw
+from spec_jax.core.topology import CHAIN_TOPOLOGY
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters.base import Drafter, Frozen, Rows
 from spec_jax.drafters.frozen import frozen_for
@@ -319,6 +320,7 @@ def _serving_program(drafter: Drafter) -> Callable:
             tokens_BT=jnp.where(before_S[None], tokens_1S, 0),
             next_tokens_BT=jnp.where(before_S[None], jnp.roll(tokens_1S, -1, 1), 0),
             features_BTLD=jnp.where(before_S[:, None, None], features_SLD, 0.0)[None],
+            hidden_BTD=jnp.zeros((1, size, features_SLD.shape[-1])),
             start_B=jnp.zeros((1,), jnp.int32),
             length_B=length_B,
         )
@@ -326,7 +328,7 @@ def _serving_program(drafter: Drafter) -> Callable:
         state = drafter.prefill(params, frozen, state, rows)
         anchor_B = jnp.take(tokens_1S[0], anchor)[None]
         proposal, _ = drafter.propose(
-            params, frozen, state, anchor_B, length_B, _greedy(frozen)
+            params, frozen, state, anchor_B, length_B, _greedy(frozen), CHAIN_TOPOLOGY
         )
         return proposal.law.logits_BTV[0], proposal.tokens_BM[0], proposal.usable_B[0]
 

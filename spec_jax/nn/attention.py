@@ -34,9 +34,9 @@ def _accumulate(state, scores, values, visible):
 
 def attend(
     q_BTGPC,
-    block_k_BTGC,
-    block_v_BTGC,
-    visible_BTT,
+    block_k_BKGC,
+    block_v_BKGC,
+    visible_BTK,
     cache_k_NBGAC,
     cache_v_NBGAC,
     layer,
@@ -49,18 +49,19 @@ def attend(
 
     Args:
       q_BTGPC: queries, P = H / G per KV head, already rotated.
-      block_k_BTGC: the rows' own keys (rotated); block_v_BTGC their values.
-      visible_BTT: [B or 1, T, T] bool, in-block visibility.
+      block_k_BKGC: keys of the block (rotated): the rows' own, K = T, or more
+        rows of the same round; block_v_BKGC their values.
+      visible_BTK: [B or 1, T, K] bool, in-block visibility.
       cache_k_NBGAC: cached keys of every layer; cache_v_NBGAC values.
       layer: which layer to read (may be traced).
       history_B: [B] cached rows each request may see (positions 0..len-1).
       query_pos_BT: absolute positions, needed only with a window.
-      window: sliding window, or None.
+      window: sliding window, or None; needs K = T.
 
     Returns:
       [B, T, G, P, C].
     """
-    sizes = bind(q_BTGPC=q_BTGPC, block_k_BTGC=block_k_BTGC, history_B=history_B)
+    sizes = bind(q_BTGPC=q_BTGPC, block_k_BKGC=block_k_BKGC, history_B=history_B)
     size_b, size_t, size_g, size_p, size_c = (sizes[x] for x in "BTGPC")
     alloc = cache_k_NBGAC.shape[3]
     step = min(KV_BLOCK, alloc)
@@ -108,16 +109,16 @@ def attend(
     num_blocks = (longest + step - 1) // step
     state = jax.lax.fori_loop(0, num_blocks, history_block, state)
 
-    k_BGTC = jnp.swapaxes(block_k_BTGC, 1, 2)
-    v_BGTC = jnp.swapaxes(block_v_BTGC, 1, 2)
-    scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGTC).astype(jnp.float32)
-    visible_BTT = jnp.broadcast_to(visible_BTT, (size_b, size_t, size_t))
+    k_BGKC = jnp.swapaxes(block_k_BKGC, 1, 2)
+    v_BGKC = jnp.swapaxes(block_v_BKGC, 1, 2)
+    scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
+    visible_BTK = jnp.broadcast_to(visible_BTK, (size_b, size_t, sizes["K"]))
     if window is not None:
-        visible_BTT = visible_BTT & masks.in_window(
+        visible_BTK = visible_BTK & masks.in_window(
             query_pos_BT[:, :, None], query_pos_BT[:, None, :], window
         )
     _, total, out = _accumulate(
-        state, scores, v_BGTC.astype(jnp.float32), rows(visible_BTT)
+        state, scores, v_BGKC.astype(jnp.float32), rows(visible_BTK)
     )
     out = out / jnp.maximum(total, 1e-30)[..., None]
     out = out.reshape(size_b, size_g, size_t, size_p, size_c)

@@ -29,7 +29,9 @@ def row_losses(ce_XM, options: ObjectiveOptions):
     return mix_XM * ce_XM + (1.0 - mix_XM) * (1.0 - accept_XM)
 
 
-def loss(outputs: TrainOutputs, frozen: Frozen, options: ObjectiveOptions):
+def loss(
+    outputs: TrainOutputs, frozen: Frozen, options: ObjectiveOptions, terms=()
+):
     """Loss sums and metrics of a batch.
 
     Labels outside the draft vocabulary weigh nothing in the loss; the metrics

@@ -113,13 +113,14 @@ def _filtered_edge(weights_BTV, sampling: Sampling):
     return jnp.maximum(edge_BT, sampling.min_p_B[:, None])
 
 
-def law_of(logits_BTV, sampling: Sampling, target_ids_U=None) -> TokenLaw:
+def law_of(logits_BTV, sampling: Sampling, target_ids=None) -> TokenLaw:
     """The law each row is decoded under.
 
     Args:
       logits_BTV: float32 logits.
       sampling: one setting per request.
-      target_ids_U: target id of each column of a reduced vocabulary, or None.
+      target_ids: target id of each column `[U]` of a reduced vocabulary, or of
+        each row's candidates `[B, T, K]`, or None.
 
     Returns:
       TokenLaw over the rows' own vocabulary. A row without a finite maximum
@@ -168,7 +169,7 @@ def law_of(logits_BTV, sampling: Sampling, target_ids_U=None) -> TokenLaw:
         floor_BT=floor_BT,
         log_norm_BT=log_norm_BT,
         one_hot_BT=one_hot_BT,
-        target_ids_U=target_ids_U,
+        target_ids=target_ids,
     )
 
 

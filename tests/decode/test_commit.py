@@ -75,6 +75,7 @@ def test_caches_equal_a_prefill_from_nothing(make):
             tokens_BT=tokens,
             next_tokens_BT=tokens,
             features_BTLD=output.features_BTLD,
+            hidden_BTD=output.hidden_BTD,
             start_B=jnp.zeros((1,), jnp.int32),
             length_B=jnp.asarray([length], jnp.int32),
         )

@@ -11,8 +11,8 @@ from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
 from spec_jax.core.proposal import Proposal
 from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.forward import Weights
 from spec_jax.decode.request import Settings
-from spec_jax.decode.step import Weights
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import compiles, identity

@@ -57,7 +57,7 @@ def trainer(name):
 
     def mean_loss(params, frozen, batch, key):
         outputs = drafter.train_outputs(params, frozen, batch, key)
-        sums, metrics = loss(outputs, frozen, ObjectiveOptions())
+        sums, metrics = loss(outputs, frozen, ObjectiveOptions(), drafter.terms)
         return sums.mean(), metrics
 
     return drafting.quick_jit(
@@ -149,7 +149,10 @@ def test_shapes_are_static(name):
     assert made.tokens_BM.shape == made.draft_ids_BM.shape == (2, size_m)
     assert made.law.logits_BTV.shape == (2, size_m, drafting.TINY.vocab_size)
     assert made.usable_B.shape == (2,)
-    assert made.confidence_BM is None or made.confidence_BM.shape == (2, size_m)
+    assert made.confidence_logit_BM is None or made.confidence_logit_BM.shape == (
+        2,
+        size_m,
+    )
 
 
 @each
@@ -276,7 +279,7 @@ def test_one_batch_is_learned_and_then_served(name):
     def step(params, state, key):
         def mean_loss(params):
             outputs = drafter.train_outputs(params, frozen, batch, key)
-            sums, metrics = loss(outputs, frozen, ObjectiveOptions())
+            sums, metrics = loss(outputs, frozen, ObjectiveOptions(), drafter.terms)
             return sums.mean(), metrics
 
         (value, metrics), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)

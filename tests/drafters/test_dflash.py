@@ -300,7 +300,7 @@ def test_a_reduced_vocabulary_proposes_target_ids():
         np.array([4, 5]), np.array([0, 0]),
     )  # fmt: skip
     np.testing.assert_array_equal(proposal.tokens_BM, ids[proposal.draft_ids_BM])
-    np.testing.assert_array_equal(proposal.law.target_ids_U, ids)
+    np.testing.assert_array_equal(proposal.law.target_ids, ids)
 
 
 def test_usable_stops_before_the_first_row_that_is_not_finite(monkeypatch):

@@ -18,13 +18,13 @@ import pytest
 from spec_jax.core import keys, outcome, verify_layout
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.core.proposal import Proposal, row_probs
-from spec_jax.decode import propose, step, verify
+from spec_jax.core.proposal import Proposal, join_rows, row_probs
+from spec_jax.decode import propose, verify
 from spec_jax.decode.state import DecodeState, empty_slots
 from spec_jax.drafters import base
 from spec_jax.sampling import transform
 from spec_jax.sampling.transform import Sampling
-from tests.support import laws, tiny
+from tests.support import laws
 
 V, M = 3, 3
 LEVEL = (0, 1, 4, 13)  # first table row of each prefix length
@@ -42,7 +42,7 @@ def table_drafter(table_XU, target_ids):
     """Draft rows read their logits from a table indexed by the drafts so far."""
     ids_U = None if target_ids is None else jnp.asarray(target_ids, jnp.int32)
 
-    def propose_rows(params, frozen, state, anchor_B, length_B, draw):
+    def propose_rows(params, frozen, state, anchor_B, length_B, draw, topology):
         index_B = jnp.zeros_like(anchor_B)
         ids, tokens, rows = [], [], []
         for j in range(M):
@@ -52,7 +52,7 @@ def table_drafter(table_XU, target_ids):
             ids.append(id_B1)
             tokens.append(token_B1)
             rows.append(law)
-        law = tiny.concat_laws(rows).replace(target_ids_U=ids_U)
+        law = join_rows(rows).replace(target_ids=ids_U)
         usable_B = jnp.full(anchor_B.shape, M, jnp.int32)
         proposal = Proposal(
             jnp.concatenate(tokens, 1), jnp.concatenate(ids, 1), law, usable_B
@@ -105,7 +105,7 @@ def run_round(
     logits = jnp.stack([p_table[LEVEL[k] + index[k]] for k in range(M + 1)], 1)
     layout = verify_layout.chain(slots.anchor_B, tokens, cut_X[index[M]])
     stored_B = jnp.ones((size_b,), bool)
-    verdict = step.accept(logits, stored_B, slots, proposal, layout)
+    verdict = verify.accept(logits, stored_B, slots, proposal, layout)
     done = outcome.settle(
         verdict,
         tokens,
@@ -384,7 +384,7 @@ def test_forward_that_stored_nothing_is_an_error():
     slots = empty_slots(2, 1)
     proposal = propose.no_proposal(slots)
     layout = verify_layout.chain(slots.anchor_B, proposal.tokens_BM, jnp.ones(2, int))
-    verdict = step.accept(
+    verdict = verify.accept(
         jnp.zeros((2, 1, V)), jnp.asarray([True, False]), slots, proposal, layout
     )
     assert verdict.bad_B.tolist() == [False, True]

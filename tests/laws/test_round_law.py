@@ -55,6 +55,7 @@ def start_state(world, size_b):
         tokens_BT=tokens,
         next_tokens_BT=jnp.asarray([[*PROMPT[1:], FIRST]]),
         features_BTLD=output.features_BTLD,
+        hidden_BTD=output.hidden_BTD,
         start_B=jnp.zeros((1,), jnp.int32),
         length_B=jnp.full((1,), len(PROMPT), jnp.int32),
     )

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.forward import Weights
 from spec_jax.decode.request import Settings
-from spec_jax.decode.step import Weights
 from spec_jax.drafters.frozen import frozen_for
 from spec_jax.export import folder
 from spec_jax.target.loading import load_target

@@ -9,6 +9,7 @@ import numpy as np
 
 from spec_jax.core.batch import Batch
 from spec_jax.core.proposal import TokenLaw
+from spec_jax.core.topology import CHAIN_TOPOLOGY
 from spec_jax.drafters.base import Frozen, Rows
 from spec_jax.target.spec import TargetSpec
 
@@ -103,15 +104,18 @@ def rows_of(batch, start_B, length_B, width):
     features = np.full(
         (size_b, width, *batch.features_BSLD.shape[2:]), np.nan, np.float32
     )
+    hidden = np.full((size_b, width, batch.features_BSLD.shape[-1]), np.nan, np.float32)
     after = np.roll(batch.tokens_BS, -1, 1)
     for b, (start, length) in enumerate(zip(start_B, length_B, strict=True)):
         tokens[b, :length] = batch.tokens_BS[b, start : start + length]
         following[b, :length] = after[b, start : start + length]
         features[b, :length] = batch.features_BSLD[b, start : start + length]
+        hidden[b, :length] = batch.teacher_BSD[b, start : start + length]
     return Rows(
         tokens_BT=tokens,
         next_tokens_BT=following,
         features_BTLD=features,
+        hidden_BTD=hidden,
         start_B=np.asarray(start_B, np.int32),
         length_B=np.asarray(length_B, np.int32),
     )
@@ -139,7 +143,7 @@ class Programs:
     `traces` counts compilations by name.
     """
 
-    def __init__(self, drafter, draw=draw_greedy):
+    def __init__(self, drafter, draw=draw_greedy, topology=CHAIN_TOPOLOGY):
         self.drafter = drafter
         self.traces = collections.Counter()
         self.init = quick_jit(self._counted("init", drafter.init))
@@ -150,7 +154,7 @@ class Programs:
             self._counted(
                 "propose",
                 lambda params, frozen, state, anchor_B, length_B: drafter.propose(
-                    params, frozen, state, anchor_B, length_B, draw
+                    params, frozen, state, anchor_B, length_B, draw, topology
                 ),
             )
         )

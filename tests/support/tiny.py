@@ -17,9 +17,10 @@ import numpy as np
 from spec_jax.core import masks
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.core.proposal import Proposal, TokenLaw
+from spec_jax.core.proposal import Proposal, join_rows
 from spec_jax.decode.engine import Engine, EngineOptions
-from spec_jax.decode.step import RoundOptions, Weights
+from spec_jax.decode.forward import Weights
+from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters import base
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.target import model
@@ -95,21 +96,6 @@ def padded(sequences, size, fill=0):
     return jnp.asarray(out)
 
 
-def concat_laws(laws):
-    """Rows drawn one at a time, as one law."""
-
-    def rows(name):
-        return jnp.concatenate([getattr(law, name) for law in laws], 1)
-
-    return TokenLaw(
-        logits_BTV=rows("logits_BTV"),
-        inv_temperature_B=laws[0].inv_temperature_B,
-        floor_BT=rows("floor_BT"),
-        log_norm_BT=rows("log_norm_BT"),
-        one_hot_BT=rows("one_hot_BT"),
-    )
-
-
 def bigram(spec, num_draft):
     """Drafts from a `[V, V]` table, one row after the other; records its rows.
 
@@ -138,8 +124,8 @@ def bigram(spec, num_draft):
             .set(rows.next_tokens_BT, mode="drop"),
         }
 
-    def propose(params, frozen, state, anchor_B, length_B, draw):
-        del frozen, length_B
+    def propose(params, frozen, state, anchor_B, length_B, draw, topology):
+        del frozen, length_B, topology
         token_B, ids, laws, good = anchor_B, [], [], []
         for row in range(num_draft):
             logits_BV = jnp.take(params, token_B, axis=0)
@@ -150,7 +136,7 @@ def bigram(spec, num_draft):
             good.append(jnp.isfinite(logits_BV.max(-1)).astype(jnp.int32))
         ids_BM = jnp.concatenate(ids, 1)
         usable_B = jnp.cumprod(jnp.stack(good, 1), 1).sum(1)
-        return Proposal(ids_BM, ids_BM, concat_laws(laws), usable_B), state
+        return Proposal(ids_BM, ids_BM, join_rows(laws), usable_B), state
 
     return base.Drafter(
         name="bigram",
