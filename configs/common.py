@@ -26,6 +26,8 @@ from spec_jax.parallel.mesh import MeshOptions
 SMOLLM2 = "smollm2-135m-instruct"
 # SmolLM2's vocabulary has no mask token; `<empty_output>` is never produced.
 SMOLLM2_MASK_ID = 16
+# Qwen3's, of the public drafters for it.
+QWEN3_MASK_ID = 151669
 
 
 def base(task: str = "pipeline", drafter: str = "dflash") -> ml_collections.ConfigDict:
@@ -63,11 +65,63 @@ def smollm2_drafter(config: ml_collections.ConfigDict) -> None:
         config.drafter.options.mask_id = SMOLLM2_MASK_ID
 
 
+def qwen3(config: ml_collections.ConfigDict, source: str) -> None:
+    """A drafter of published size for a Qwen3 target (a folder of that name)."""
+    name = config.drafter.name
+    config.target.source = source
+    config.target.dtype = "bfloat16"
+    config.data.num_synth_prompts = 256
+    config.data.max_new_tokens = 384
+    config.data.max_tokens = 512
+    config.capture.dtype = "bfloat16"
+    config.train.seq_len = 512
+    config.train.steps = 10000
+    config.train.clip = 1.0
+    config.train.lr = 6e-4
+    config.train.warmup_fraction = 0.04
+    config.export.dtype = "bfloat16"
+    options = config.drafter.options
+    if "mask_id" in options:
+        options.mask_id = QWEN3_MASK_ID
+    if name in ("dflash", "dspark", "dflash2"):
+        options.num_layers = 5
+        options.num_anchors = 512
+        options.layer_ids = (1, 9, 17, 25, 33)
+        options.num_draft = {"dflash": 15, "dspark": 7, "dflash2": 7}[name]
+        config.objective.decay_gamma = 4.0 if name == "dspark" else 7.0
+    if name == "dspark":
+        options.markov_rank = 256
+    if name == "dflash2":
+        options.selector_rank = 256
+    if name == "eagle3":
+        options.layer_ids = (1, 17, 32)
+        options.ttt_length = 7
+        config.drafter.draft_vocab = 32000
+        config.objective.decay_gamma = 4.48  # 0.8 per depth
+        config.train.lr = 1e-4
+        config.train.clip = 0.5
+    if name == "eagle":
+        config.train.lr = 3e-5
+        config.train.clip = 0.5
+
+
 def newest_export(recipe: str) -> str:
     """The drafter folder of a recipe's latest finished run below `runs`, or ""."""
     reports = pathlib.Path("runs").glob(f"{recipe}-*/report.json")
     folders = [(p.stat().st_mtime, p.parent / "export") for p in reports]
     return max(((t, str(f)) for t, f in folders if f.is_dir()), default=(0, ""))[1]
+
+
+def tiny_serving(config: ml_collections.ConfigDict) -> None:
+    """Serves the tiny target with the drafter of the latest `configs/tiny.py:dflash`.
+
+    The sizes are those of that recipe.
+    """
+    config.target.source = "tiny"
+    config.drafter = newest_export("tiny-dflash")
+    config.serve.max_context = 160
+    config.serve.prefill_buckets = (64,)
+    config.serve.max_new_tokens = 48
 
 
 def _drafter_options(name: str) -> dict[str, Any]:

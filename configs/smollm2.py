@@ -1,15 +1,23 @@
-"""SmolLM2-135M and the drafter of the decode benchmark.
+"""SmolLM2-135M and one drafter of the family, from prompts to an exported folder.
 
     python -m experiments.run configs/smollm2.py:dflash \\
         --config.data.prompts=<file.jsonl>
 
-The target answers the file's prompts and prompts of its own making; the drafter
-trains on both. The word after the colon names the drafter.
-
-Time: synthesis and capture apart, at most 90 minutes of training on two cores.
+The word after the colon names the drafter: eagle, eagle3, dflash, dspark, dflash2,
+lookup (which has nothing to train), or a dotted path. The target answers the
+file's prompts and prompts of its own making; the drafter trains on both.
 Synthesised prompts only: leave --config.data.prompts out.
 
-Numbers (demo tier) of a shorter run beside other work, which is this command with
+Several drafters on the same text and features: make the text once with
+`configs/synthesise.py`, then give each run
+    --config.data.samples=<samples.jsonl> --config.data.folder=<folder>
+
+Light parts stay light: 8,192 of the 49,152 tokens may be proposed, and the Markov
+head and the candidate selector have rank 32.
+
+Time: synthesis and capture apart, at most 90 minutes of training on two cores.
+
+Numbers (demo tier) of a shorter run of dflash beside other work, with
 
         --config.data.max_file_prompts=928 --config.data.num_synth_prompts=0 \\
         --config.train.steps=1300 --config.train.eval_every=325 \\
@@ -23,24 +31,28 @@ gives what it is worth on test questions.
 
 from configs import common
 
+# Every drafter's features come from these five layer outputs (EAGLE reads the
+# last hidden state alone), so that all of them train on one store.
+LAYER_IDS = (4, 10, 16, 22, 27)
+
 
 def get_config(arg=""):
-    config = common.base("pipeline", arg or "dflash")
+    name = arg or "dflash"
+    config = common.base("pipeline", name)
     common.smollm2_drafter(config)
     config.data.num_synth_prompts = 1024
     config.data.max_new_tokens = 128
     config.data.max_tokens = 320
     config.data.held_out = 32
     config.data.greedy_share = 0.75
+    config.data.mask_id = common.SMOLLM2_MASK_ID
     # float16 holds SmolLM2's largest feature (2.5e4) and halves the store.
     config.capture.dtype = "float16"
     config.capture.batch = 16
+    config.capture.layer_ids = LAYER_IDS
+    config.capture.teacher = True
     # The head is most of a slot's cost: propose the tokens that answers contain.
     config.drafter.draft_vocab = 8192
-    config.drafter.options.num_layers = 2
-    config.drafter.options.num_draft = 7
-    config.drafter.options.num_anchors = 40
-    config.drafter.options.layer_ids = (4, 10, 16, 22, 27)
     config.objective.decay_gamma = 4.0
     config.train.seq_len = 320
     config.train.batch = 6
@@ -50,4 +62,19 @@ def get_config(arg=""):
     config.train.eval_prompts = 16
     config.train.max_minutes = 90.0
     config.serve.prefill_buckets = (32, 128)
+    if name in ("dflash", "dspark", "dflash2"):
+        config.drafter.options.num_layers = 2
+        config.drafter.options.num_draft = 7
+        config.drafter.options.num_anchors = 40
+        config.drafter.options.layer_ids = LAYER_IDS
+    if name == "eagle":
+        config.drafter.options.num_draft = 5
+        config.drafter.options.num_starts = 128
+        config.objective.decay_gamma = 0.0
+    if name == "eagle3":
+        config.drafter.options.layer_ids = LAYER_IDS[::2]
+        config.drafter.options.num_draft = 5
+        config.drafter.options.ttt_length = 5
+        config.drafter.options.num_starts = 48
+        config.objective.decay_gamma = 4.48  # 0.8 per depth
     return config

@@ -34,7 +34,7 @@ from spec_jax.decode import forward, propose, step
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.state import DecodeState, Slots, empty_slots
 from spec_jax.decode.step import RoundOptions
-from spec_jax.drafters.base import Drafter
+from spec_jax.drafters.base import Drafter, Rows
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.sampling.transform import Sampling
 from spec_jax.target.cache import init_cache
@@ -43,6 +43,8 @@ from spec_jax.target.loading import Target
 GREEDY, SAMPLED = "greedy", "sampled"
 _STANDARD_WIDTH = 8  # `verify8_over_plain`
 _NUM_STOP_IDS = 1
+# Tokens of a drafter that is timed for its trunk alone.
+TRUNK_VOCAB = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +66,15 @@ def main(cfg: schema.BenchRound, workdir: pathlib.Path) -> dict[str, Any]:
     """Metrics and the cost split of `configs/bench/round.py`."""
     del workdir
     target, params = serving.load_serving_target(cfg.target)
-    drafter = serving.new_drafter(cfg, target)
-    drafter = serving.with_num_draft(drafter, cfg.serve.num_draft, target)
-    return measure(cfg, target, params, drafter)
+    drafter = sized(cfg, target, cfg.drafter.draft_vocab)
+    small = sized(cfg, target, TRUNK_VOCAB)
+    return measure(cfg, target, params, drafter, small=small)
+
+
+def sized(cfg: schema.BenchRound, target: Target, draft_vocab: int) -> Drafter:
+    """The recipe's drafter, proposing `draft_vocab` tokens (0: all)."""
+    drafter = serving.new_drafter(cfg, target, draft_vocab_size=draft_vocab)
+    return serving.with_num_draft(drafter, cfg.serve.num_draft, target)
 
 
 def measure(
@@ -76,6 +84,7 @@ def measure(
     drafter: Drafter,
     *,
     standard: bool = True,
+    small: Drafter | None = None,
 ) -> dict[str, Any]:
     """Compiles, warms up, measures in turn.
 
@@ -85,6 +94,9 @@ def measure(
       params: its parameters in the serving layout.
       drafter: what is timed, with random weights.
       standard: also time a verify of eight rows (`verify8_over_plain`).
+      small: the drafter with `TRUNK_VOCAB` tokens to propose: also time what a
+        draft is made of (`draft_parts_ms`: the trunk; what grows with the
+        vocabulary) and the draft state's step after a verify (`extend_ms`).
 
     Returns:
       Metrics; `series` holds the cost split.
@@ -92,7 +104,7 @@ def measure(
     Raises:
       UserError: the allocation cannot hold the context and the widest verify.
     """
-    window = drafter.layout.window
+    window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
     widths = sorted({*cfg.bench.widths, window})
     if standard:
         widths = sorted({*widths, _STANDARD_WIDTH})
@@ -101,15 +113,13 @@ def measure(
             f"serve.max_context={cfg.serve.max_context} must be at least bench.context "
             f"plus the widest verify, {cfg.bench.context + widths[-1]}; raise it"
         )
-    kept = cfg.drafter.draft_vocab  # which ids does not matter here
-    vocab = DraftVocab(tuple(range(kept)), target.spec.vocab_size) if kept else None
-    weights = Weights(
-        target=params,
-        draft=jax.jit(drafter.init)(jax.random.key(cfg.seed)),
-        frozen=frozen_from_params(params, vocab),
-    )
+    weights = random_weights(cfg, target, params, drafter, cfg.drafter.draft_vocab)
     state = _live_state(cfg, target, drafter)
     programs = compile_programs(cfg, target, drafter, weights, state, widths)
+    if small is not None:
+        few = random_weights(cfg, target, params, small, TRUNK_VOCAB)
+        programs["trunk", GREEDY] = draft_program(cfg, small, few, state, GREEDY)
+        programs["extend", GREEDY] = extend_program(cfg, drafter, weights, state)
     times, emitted = _run_in_turn(cfg, target, programs, state)
     ms = {name: statistics.median(values) for name, values in times.items()}
     found = {
@@ -126,6 +136,13 @@ def measure(
         found[f"round_ms{suffix}"] = whole
         found[f"overhead_fraction{suffix}"] = rest / whole
     found["plain_step_ms_sampled"] = ms["plain", SAMPLED]
+    if small is not None:
+        trunk = ms["trunk", GREEDY]
+        found["draft_parts_ms"] = {
+            "trunk": trunk,
+            "vocabulary": ms["draft", GREEDY] - trunk,
+        }
+        found["extend_ms"] = ms["extend", GREEDY]
     return found | {
         "cache_copies": sum(
             cache_copies(program.compiled, state) for program in programs.values()
@@ -138,6 +155,80 @@ def measure(
     }
 
 
+def random_weights(cfg, target: Target, params, drafter: Drafter, kept: int):
+    """Random weights over `kept` tokens; which ids does not matter to a time."""
+    vocab = DraftVocab(tuple(range(kept)), target.spec.vocab_size) if kept else None
+    return Weights(
+        target=params,
+        draft=jax.jit(drafter.init)(jax.random.key(cfg.seed)),
+        frozen=frozen_from_params(params, vocab),
+    )
+
+
+def draft_program(cfg, drafter: Drafter, weights, state: DecodeState, kind: str):
+    """Propose alone."""
+    options = round_options(cfg)
+
+    def draft_only(weights, draft, slots):
+        # The cache is no part of it: a drafter reads its own state alone.
+        before = DecodeState(None, draft, slots)
+        return propose.propose(
+            drafter,
+            weights.draft,
+            weights.frozen,
+            before,
+            one_hot=options.one_hot_draft,
+            topology=options.topology,
+        )
+
+    draft = jax.jit(draft_only).lower(weights, state.draft, state.slots).compile()
+
+    def run_draft(state, slots):
+        return state, draft(weights, state.draft, slots)
+
+    return Program(run_draft, draft, kind)
+
+
+def extend_program(cfg, drafter: Drafter, weights, state: DecodeState):
+    """The draft state's step after a verify whose drafts were all accepted."""
+    batch = cfg.serve.slots
+    window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
+    needs = drafter.needs
+    rng = np.random.default_rng(cfg.seed)
+
+    def noise(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    rows = Rows(
+        tokens_BT=jnp.ones((batch, window), jnp.int32),
+        next_tokens_BT=jnp.ones((batch, window), jnp.int32),
+        features_BTLD=noise(batch, window, needs.num_layers, needs.width),
+        hidden_BTD=noise(batch, window, needs.width),
+        start_B=state.slots.length_B,
+        length_B=jnp.full((batch,), window, jnp.int32),
+    )
+
+    def extend_only(weights, draft, rows):
+        return drafter.extend(weights.draft, weights.frozen, draft, rows)
+
+    lowered = jax.jit(extend_only, donate_argnums=1).lower(weights, state.draft, rows)
+    extend = lowered.compile()
+
+    def run_extend(state, slots):
+        del slots
+        draft = extend(weights, state.draft, rows)
+        return state.replace(draft=draft), draft
+
+    return Program(run_extend, extend, GREEDY)
+
+
+def round_options(cfg: schema.BenchRound) -> RoundOptions:
+    """The static choices of the recipe's round."""
+    return RoundOptions(
+        one_hot_draft=cfg.serve.one_hot_draft, topology=serving.topology_of(cfg.serve)
+    )
+
+
 def compile_programs(
     cfg: schema.BenchRound,
     target: Target,
@@ -148,7 +239,7 @@ def compile_programs(
 ) -> dict[tuple[str, str], Program]:
     """What is timed, by (name, sampling), in the order of one turn."""
     spec, taps = target.spec, drafter.needs.layer_ids
-    options = RoundOptions(one_hot_draft=cfg.serve.one_hot_draft)
+    options = round_options(cfg)
     slots = jax.eval_shape(lambda: _slots(cfg, spec.vocab_size, GREEDY))
     abstract = jax.eval_shape(lambda x: x, state)
     batch = cfg.serve.slots
@@ -191,22 +282,6 @@ def compile_programs(
 
         return Program(run_verify, verify, GREEDY)
 
-    def draft_only(weights, draft, slots):
-        # The cache is no part of it: a drafter reads its own state alone.
-        before = DecodeState(None, draft, slots)
-        return propose.propose(
-            drafter,
-            weights.draft,
-            weights.frozen,
-            before,
-            one_hot=options.one_hot_draft,
-        )
-
-    draft = aot(draft_only, False, abstract.draft, slots)
-
-    def run_draft(state, slots):
-        return state, draft(weights, state.draft, slots)
-
     def whole_round(weights, state):
         return step.round_step(spec, drafter, taps, options, weights, state)
 
@@ -218,8 +293,9 @@ def compile_programs(
     programs = {("plain", GREEDY): Program(run_plain, plain, GREEDY)}
     for width in widths:
         programs[f"verify{width}", GREEDY] = verify_program(width)
+    drafting = draft_program(cfg, drafter, weights, state, GREEDY)
     for kind in (GREEDY, SAMPLED):
-        programs["draft", kind] = Program(run_draft, draft, kind)
+        programs["draft", kind] = dataclasses.replace(drafting, sampling=kind)
         programs["round", kind] = Program(run_round, whole, kind)
     programs["plain", SAMPLED] = Program(run_plain, plain, SAMPLED)
     return programs

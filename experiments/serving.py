@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
 
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
+from spec_jax.core.topology import Topology
 from spec_jax.decode.engine import Engine, EngineOptions
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.export.folder import Exported, read_folder
-from spec_jax.target import loading, model
+from spec_jax.target import checkpoint, loading, model, published
 from spec_jax.target.loading import Target
 
 # (drafter, its parameters, what it borrows from the target): a drafter that
 # comes from training and not from a folder.
 Trained = tuple[Drafter, Any, Frozen]
+
+NO_PLAN = PlanOptions()  # every window is full
 
 
 def load_serving_target(
@@ -48,6 +53,26 @@ def load_serving_target(
     else:
         loaded = loading.load_target(target.source, dtype=target.dtype)
     return loaded, serving_params(loaded.params, layers_apart=layers_apart)
+
+
+def planned_target(target: schema.Target) -> Target:
+    """What a plan needs of a target: its weights only where they are at hand.
+
+    Args:
+      target: the recipe's section. A published name without a folder of that name
+        gives sizes and shapes, no tokenizer and no weights.
+
+    Raises:
+      UserError: no such target (see `target.loading.load_target`).
+    """
+    spec = published.SPECS.get(target.source)
+    if spec is None or os.path.exists(target.source):
+        return load_serving_target(target)[0]
+    shapes = {
+        path: jax.ShapeDtypeStruct(shape, target.dtype)
+        for path, shape in checkpoint.tree_shapes(spec).items()
+    }
+    return Target(spec, checkpoint.nest(shapes), None, None, "")
 
 
 def serving_params(params: Any, *, layers_apart: bool | None = None) -> Any:
@@ -91,8 +116,14 @@ def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported
         raise UserError(str(error)) from error
 
 
-def new_drafter(cfg: Any, target: Target) -> Drafter:
+def new_drafter(cfg: Any, target: Target, *, draft_vocab_size: int = 0) -> Drafter:
     """The drafter that a recipe with a `drafter` section describes, untrained.
+
+    Args:
+      cfg: the recipe.
+      target: what it drafts for.
+      draft_vocab_size: U, for a drafter with rows of its own per draft token
+        (a head, a correction); 0 is the target's vocabulary.
 
     Raises:
       UserError: no such drafter, an unknown option, or one that does not fit.
@@ -106,7 +137,11 @@ def new_drafter(cfg: Any, target: Target) -> Drafter:
         from experiments import tiny_target
 
         options["mask_id"] = target.tokenizer.id_of(tiny_target.MASK)
-    return base.load(cfg.drafter.name, options, target.spec)
+    made = base.load(cfg.drafter.name, options, target.spec)
+    if draft_vocab_size and hasattr(made.options, "draft_vocab_size"):
+        options["draft_vocab_size"] = draft_vocab_size
+        made = base.load(cfg.drafter.name, options, target.spec)
+    return made
 
 
 def make_engine(
@@ -117,6 +152,9 @@ def make_engine(
     *,
     chunks_per_tick: int = 1,
     plain: bool = True,
+    plan: PlanOptions = NO_PLAN,
+    text: bool = False,
+    **options: Any,
 ) -> Engine:
     """Compiles an engine for a recipe's `serve` section.
 
@@ -128,6 +166,9 @@ def make_engine(
         plainly.
       chunks_per_tick: prefill chunks between two rounds (offline work: many).
       plain: also compile a drafter's engine for rounds in which nobody speculates.
+      plan: how many of the drafts are verified.
+      text: requests have text, and may have stop strings.
+      options: further fields of `EngineOptions`.
 
     Raises:
       UserError: the allocation is too small, or `serve.num_draft` is more than
@@ -139,15 +180,35 @@ def make_engine(
         chosen = with_num_draft(chosen, serve.num_draft, target)
         weights = Weights(target=params, draft=draft, frozen=frozen)
         mask_id = mask_id_of(chosen)
-    options = EngineOptions(
+    engine_options = EngineOptions(
         slots=serve.slots,
         max_context=serve.max_context,
         prefill_buckets=serve.prefill_ladder,
         chunks_per_tick=chunks_per_tick,
         plain=plain,
-        round=RoundOptions(one_hot_draft=serve.one_hot_draft),
+        round=RoundOptions(
+            one_hot_draft=serve.one_hot_draft,
+            topology=topology_of(serve),
+            plan=plan,
+        ),
+        **options,
     )
-    return Engine(target.spec, weights, options, chosen, mask_id)
+    tokenizer = target.tokenizer if text else None
+    return Engine(target.spec, weights, engine_options, chosen, mask_id, tokenizer)
+
+
+def topology_of(serve: schema.Serve) -> Topology:
+    """What the recipe drafts: a chain, or one of the trees.
+
+    Raises:
+      UserError: a tree whose sizes cannot be.
+    """
+    if serve.topology == "dynamic_tree":
+        return Topology(
+            serve.topology, serve.tree_depth, serve.tree_top_k, serve.tree_nodes
+        )
+    parents = serve.tree_parents if serve.topology == "static_tree" else ()
+    return Topology(serve.topology, parents=parents)
 
 
 def settings_from(serve: schema.Serve, **overrides: Any) -> Settings:
@@ -156,7 +217,8 @@ def settings_from(serve: schema.Serve, **overrides: Any) -> Settings:
     Raises:
       UserError: a value is out of its range.
     """
-    fields = {f.name for f in dataclasses.fields(Settings)}
+    # `serve.num_draft` is the engine's M, a request's is a window of its own.
+    fields = {f.name for f in dataclasses.fields(Settings)} - {"num_draft"}
     chosen = {
         f.name: getattr(serve, f.name)
         for f in dataclasses.fields(serve)

@@ -10,8 +10,10 @@ a run killed anywhere continues and makes the same samples again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,6 +39,7 @@ class Synthesis:
     Attributes:
       train: samples to train on.
       held_out: prompts (token ids) kept away from training, for validation.
+      held_out_sets: the set of each: its file's name, "builtin" or "synth".
       seconds: wall time, added up over the runs that made them.
       answer_tokens: answer tokens of `train`.
       looping: samples left out because they loop.
@@ -44,6 +47,7 @@ class Synthesis:
 
     train: tuple[sample_files.Sample, ...]
     held_out: tuple[tuple[int, ...], ...]
+    held_out_sets: tuple[str, ...]
     seconds: float
     answer_tokens: int
     looping: int
@@ -131,6 +135,27 @@ def synthesise_prompts(
     return [prompt_files.user_prompt(t, f"synth/{i}") for i, t in enumerate(chosen)]
 
 
+def read_prompts(data: schema.Data) -> list[prompt_files.Prompt]:
+    """The prompts of every file that the recipe names, in file order.
+
+    Raises:
+      UserError: an absent or unreadable file.
+    """
+    found: list[prompt_files.Prompt] = []
+    for path in filter(None, data.prompts.split(",")):
+        if path == "builtin":
+            found += prompt_files.builtin_prompts()
+        else:
+            found += prompt_files.read_prompts(path.strip())
+    return found
+
+
+def set_of(source: str) -> str:
+    """The prompt set that a prompt's source names: its file, without suffixes."""
+    name = re.split(r"[:/]", source)[0]
+    return name.removesuffix(".gz").removesuffix(".jsonl")
+
+
 def gather_prompts(
     target: Target,
     engine: Callable[[], Engine],
@@ -140,11 +165,7 @@ def gather_prompts(
     say: Callable[[str], None],
 ) -> tuple[list, list]:
     """Prompts to train on and prompts held out, in a seeded order."""
-    from_file: list = []
-    if data.prompts == "builtin":
-        from_file = prompt_files.builtin_prompts()
-    elif data.prompts:
-        from_file = prompt_files.read_prompts(data.prompts)
+    from_file = read_prompts(data)
     # Shuffled before it is cut: a larger max_file_prompts only adds prompts.
     from_file = _shuffled(from_file, seed, 2)[: data.max_file_prompts or None]
     made = synthesise_prompts(target, engine, data, seed, folder, say)
@@ -186,34 +207,23 @@ def synthesise(
       UserError: no usable prompts, or a torn sample file.
     """
     started = time.monotonic()
+    render = functools.partial(_render, target, data, mask_id)
     if data.samples:
-        return _from_file(target, data, seed)
+        return _from_file(target, data, seed, render)
     train, held = gather_prompts(target, engine, data, seed, folder, say)
     room = data.max_tokens - data.max_new_tokens
     if data.thinking:  # a template without the switch is refused here
         target.chat_template.render([{"role": "user", "content": "?"}], True, True)
-
-    def rendered(prompt):
-        if data.system:
-            system = {"role": "system", "content": data.system}
-            prompt = dataclasses.replace(prompt, messages=(system, *prompt.messages))
-        try:
-            return prompt_files.render_prompt(
-                target, prompt, context=room, mask_id=mask_id, thinking=data.thinking
-            )
-        except UserError:
-            return None
-
-    held_ids = [ids for ids in map(rendered, held) if ids is not None]
-    pairs = [(p, ids) for p in train if (ids := rendered(p)) is not None]
-    if not pairs or not held_ids:
+    held_pairs = [(p, ids) for p in held if (ids := render(p)) is not None]
+    pairs = [(p, ids) for p in train if (ids := render(p)) is not None]
+    if not pairs or not held_pairs:
         raise UserError(
             f"data.max_tokens={data.max_tokens} leaves {room} tokens for a prompt: "
-            f"{len(pairs)} of {len(train)} prompts to train on and {len(held_ids)} of "
-            f"{len(held)} held out fit (and hold no special token); raise it, lower "
-            "data.max_new_tokens or name other prompts"
+            f"{len(pairs)} of {len(train)} prompts to train on and "
+            f"{len(held_pairs)} of {len(held)} held out fit (and hold no special "
+            "token); raise it, lower data.max_new_tokens or name other prompts"
         )
-    left_out = len(train) + len(held) - len(pairs) - len(held_ids)
+    left_out = len(train) + len(held) - len(pairs) - len(held_pairs)
     if left_out:
         say(
             f"{left_out} prompts left out: longer than {room} tokens, or with special "
@@ -260,36 +270,83 @@ def synthesise(
     seconds = _add_seconds(folder, time.monotonic() - started)
     return Synthesis(
         train=corpus.samples,
-        held_out=tuple(tuple(ids) for ids in held_ids),
+        held_out=tuple(tuple(ids) for _, ids in held_pairs),
+        held_out_sets=tuple(set_of(p.source) for p, _ in held_pairs),
         seconds=seconds,
         answer_tokens=sum(len(s.answer) for s in corpus.samples),
         looping=corpus.looping,
     )
 
 
-def _from_file(target: Target, data: schema.Data, seed: int) -> Synthesis:
-    """Samples made before; a seeded share of their prompts is held out."""
-    samples = sample_files.read_file(data.samples, target.spec.vocab_size)
-    order = np.random.default_rng([seed, 5]).permutation(len(samples))
-    if len(samples) <= data.held_out:
-        raise UserError(
-            f"data.held_out={data.held_out} leaves nothing of {len(samples)} samples "
-            f"in {data.samples}; hold out fewer"
+def _render(target: Target, data: schema.Data, mask_id: int, prompt):
+    """Token ids of a prompt, or None for one that cannot be used."""
+    if data.system:
+        system = {"role": "system", "content": data.system}
+        prompt = dataclasses.replace(prompt, messages=(system, *prompt.messages))
+    room = data.max_tokens - data.max_new_tokens
+    try:
+        return prompt_files.render_prompt(
+            target, prompt, context=room, mask_id=mask_id, thinking=data.thinking
         )
-    held = [samples[i] for i in order[: data.held_out]]
+    except UserError:
+        return None
+
+
+def _from_file(target: Target, data: schema.Data, seed: int, render) -> Synthesis:
+    """Samples made before, and prompts for validation that none of them answers.
+
+    Without prompt files a seeded share of the samples' prompts is held out.
+    """
+    samples = sample_files.read_file(data.samples, target.spec.vocab_size)
+    if data.prompts:
+        held = _not_answered(data, seed, render, samples)
+    else:
+        order = np.random.default_rng([seed, 5]).permutation(len(samples))
+        if len(samples) <= data.held_out:
+            raise UserError(
+                f"data.held_out={data.held_out} leaves nothing of {len(samples)} "
+                f"samples in {data.samples}; hold out fewer"
+            )
+        chosen = [samples[i] for i in order[: data.held_out]]
+        held = [(s.tokens[: s.prompt_len], set_of(s.source)) for s in chosen]
+        samples = [samples[i] for i in order[data.held_out :]]
     corpus = sample_files.select_samples(
-        [samples[i] for i in order[data.held_out :]],
-        data.max_tokens,
-        keep_looping=not data.drop_looping,
-        max_skipped=1.0,
+        samples, data.max_tokens, keep_looping=not data.drop_looping, max_skipped=1.0
     )
     return Synthesis(
         train=corpus.samples,
-        held_out=tuple(s.tokens[: s.prompt_len] for s in held),
+        held_out=tuple(tuple(ids) for ids, _ in held),
+        held_out_sets=tuple(name for _, name in held),
         seconds=0.0,
         answer_tokens=sum(len(s.answer) for s in corpus.samples),
         looping=corpus.looping,
     )
+
+
+def _not_answered(data: schema.Data, seed: int, render, samples) -> list:
+    """Up to `held_out` prompts of each file that no sample answers, and the set."""
+    answered = {tuple(s.tokens[: s.prompt_len]) for s in samples}
+    found: dict[str, list] = {}
+    for prompt in _shuffled(read_prompts(data), seed, 2):
+        group = found.setdefault(set_of(prompt.source), [])
+        if len(group) < data.held_out:
+            ids = render(prompt)
+            if ids is not None and tuple(ids) not in answered:
+                group.append(ids)
+    # One of each file in turn: whoever takes the first few takes from all.
+    held = [
+        (group[i], name)
+        for i in range(data.held_out)
+        for name, group in found.items()
+        if i < len(group)
+    ]
+    if not held:
+        raise UserError(
+            f"data.prompts={data.prompts!r} leaves no prompt for validation: each is "
+            f"answered in data.samples={data.samples!r} or does not fit; name other "
+            "prompts"
+        )
+    return held
 
 
 def _answer_settings(data: schema.Data, seed: int, group: int, index: int) -> Settings:

@@ -19,7 +19,15 @@ RECIPES = sorted(
     if path.name not in ("__init__.py", "common.py")
 )
 # What a recipe cannot have of its own: a folder that some run made.
-NEEDS = {"configs/bench/decode.py": ["--config.drafter=some/folder"]}
+NEEDS = {
+    path: ["--config.drafter=some/folder"]
+    for path in (
+        "configs/bench/decode.py",
+        "configs/bench/tree.py",
+        "configs/calibrate.py",
+        "configs/profile.py",
+    )
+}
 
 
 def _load(path, *words):
@@ -32,10 +40,16 @@ def test_the_recipes_of_the_project_are_there():
         "configs/quickstart.py",
         "configs/tiny.py",
         "configs/smollm2.py",
+        "configs/synthesise.py",
         "configs/generate.py",
+        "configs/calibrate.py",
+        "configs/profile.py",
+        "configs/serve_offline.py",
         "configs/bench/round.py",
         "configs/bench/decode.py",
         "configs/bench/peers.py",
+        "configs/bench/family.py",
+        "configs/bench/tree.py",
     } <= set(RECIPES)
 
 

@@ -8,6 +8,12 @@ One round, with M = 4 (article 1.1, 4.1, 5.2):
                           E F G H          own position; the anchor row nothing
     anchor-first rows   D _ _ _            DSpark: Q = M, row j predicts the
                         E F G H            position after its own
+    paired rows         a b c              EAGLE: features of A B C, each with the
+                        B C D              token after it; row C, at the position
+                            E              of its feature, predicts E
+    fed-back rows             c' e' f'     its next rows take the drafter's own
+                              E  F  G      output for a feature, and their draft;
+                              F  G  H      they stand at the positions of D E F
 
 Every `+1` / `-1` on a token or label axis lives here or in `outcome.py`.
 """
@@ -106,3 +112,36 @@ def anchor_candidates(supervised_BS):
 def following_tokens(tokens_BS, next_known_B):
     """EAGLE's pairing: row t gets token t + 1; the edge gets `next_known`."""
     return jnp.concatenate([tokens_BS[:, 1:], next_known_B[:, None]], 1)
+
+
+def pair_starts(anchor_pos_X):
+    """EAGLE's last row before a round: the one whose next token is the anchor.
+
+    Position -1, for an anchor at 0, is no row; it is cut to row 0, and whoever
+    samples anchors leaves 0 out.
+    """
+    return jnp.maximum(anchor_pos_X - 1, 0)
+
+
+def pair_candidates(supervised_BS):
+    """`supervised_BS` for sampling starts: position 0 has no row before it."""
+    return supervised_BS.at[:, 0].set(False)
+
+
+def feedback_positions(anchor_pos_X, depth):
+    """Position of EAGLE's row that takes the draft of `depth`.
+
+    A row stands at its feature's position: one before its own token's. Depth 0
+    is the anchor: the target's last row, which predicts the first draft.
+    """
+    return anchor_pos_X + depth - 1
+
+
+def draft_positions(anchor_pos_X, depth):
+    """Sequence position of the draft of `depth` (from 1; 0 is the anchor)."""
+    return anchor_pos_X + depth
+
+
+def last_rows(length_B):
+    """Index of the last row that counts; 0 where none does."""
+    return jnp.maximum(length_B, 1) - 1

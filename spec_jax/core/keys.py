@@ -56,3 +56,37 @@ def round_uniforms(
         lambda: jax.vmap(one)(seed_B, round_B),
         lambda: jnp.zeros((seed_B.shape[0], num_rows), jnp.float32),
     )
+
+
+def child_uniforms(seed_B, round_B, use: Use, row_BX, child_BX, needed=True):
+    """Uniforms of chosen (row, child) pairs: the nodes of a tree.
+
+    A pair's uniform is the one `round_uniforms` gives that row and child, so the
+    nodes of a chain (child 0 of each row in turn) draw what a chain draws.
+
+    Args:
+      seed_B, round_B, use, needed: as in `round_uniforms`.
+      row_BX: the row each draw is made at.
+      child_BX: rank among the children tried at that row.
+
+    Returns:
+      [B, X] float32.
+    """
+
+    def one(seed, round_index, row_X, child_X):
+        key = jax.random.key(seed)
+        for part in (round_index, int(use)):
+            key = jax.random.fold_in(key, part)
+
+        def uniform(row, child):
+            folded = jax.random.fold_in(jax.random.fold_in(key, child), row)
+            return jax.random.uniform(folded)
+
+        return jax.vmap(uniform)(row_X, child_X)
+
+    def every():
+        return jax.vmap(one)(seed_B, round_B, row_BX, child_BX)
+
+    if needed is True:
+        return every()
+    return jax.lax.cond(needed, every, lambda: jnp.zeros(row_BX.shape, jnp.float32))

@@ -46,6 +46,19 @@ def block_rows(num_rows: int, *, is_causal: bool):
     return jnp.ones((num_rows, num_rows), bool)
 
 
+def rollout(query_column, query_step, key_column, key_step):
+    """Training-time test: who sees whom among rollouts of fed-back rows.
+
+    Column t at step 0 is the target's own row t; at step k it is what a drafter
+    that started at t has after k rows of its own. A row sees the target's rows
+    up to its column, and of the fed-back rows its own rollout's, itself included
+    (drafter contracts, section 3.3).
+    """
+    prefix = (key_step == 0) & causal(query_column, key_column)
+    own = (key_step > 0) & (key_step <= query_step) & (key_column == query_column)
+    return prefix | own
+
+
 def ancestors(parents_XT):
     """Tree visibility `[..., T, T]` from parent row indices (root: -1).
 

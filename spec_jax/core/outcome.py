@@ -26,6 +26,8 @@ class Verdict:
       next_token_B: correction or bonus, drawn from row r.
       full_B: every draft inside the plan was accepted (next token: a bonus).
       bad_B: a target row was not finite; the request must end with an error.
+      path_BX: None for a chain. For a tree the verify rows of the accepted path,
+        the root first; r + 1 of them count.
     """
 
     raw_accepted_B: jnp.ndarray  # [B]
@@ -33,6 +35,7 @@ class Verdict:
     next_token_B: jnp.ndarray  # [B]
     full_B: jnp.ndarray  # [B]
     bad_B: jnp.ndarray  # [B]
+    path_BX: jnp.ndarray | None = None  # [B, levels + 1]
 
 
 @struct.dataclass
@@ -67,6 +70,24 @@ def commit_len(num_accepted_B):
     return num_accepted_B + 1
 
 
+def along_path(path_BX, rows_BW):
+    """Verify rows `[B, W, ...]` in the order of the path, `[B, X, ...]`.
+
+    Without a path (a chain) the rows are in order already: they come back as
+    they are, and nothing is gathered.
+    """
+    if path_BX is None:
+        return rows_BW
+    return rows_BW[jnp.arange(path_BX.shape[0])[:, None], path_BX]
+
+
+def drafts_along_path(path_BX, drafts_BM):
+    """Draft tokens in the order of the path, root left out (draft i is row i+1)."""
+    if path_BX is None:
+        return drafts_BM
+    return jnp.take_along_axis(drafts_BM, jnp.maximum(path_BX[:, 1:] - 1, 0), 1)
+
+
 def settle(
     verdict: Verdict, drafts_BM, anchor_B, active_B, remaining_B, stop_ids_BX
 ) -> Commit:
@@ -77,13 +98,14 @@ def settle(
     stay committed: KV of the final token never exists.
 
     Args:
-      verdict: the accept decision.
+      verdict: the accept decision; a tree's path picks the drafts.
       drafts_BM: the proposal's tokens.
       anchor_B: this round's anchors (kept where the slot is inactive).
       active_B: [B] bool, live slots.
       remaining_B: tokens the request may still emit.
       stop_ids_BX: ids that end a request, padded with -1.
     """
+    drafts_BM = drafts_along_path(verdict.path_BX, drafts_BM)
     bind(drafts_BM=drafts_BM, anchor_B=anchor_B, active_B=active_B)
     r_B = verdict.num_accepted_B
     slots_W = jnp.arange(drafts_BM.shape[1] + 1)

@@ -44,6 +44,11 @@ class TokenLaw:
         """Each row lists its own candidates."""
         return self.target_ids is not None and self.target_ids.ndim == 3
 
+    @property
+    def is_certain(self) -> bool:
+        """One candidate a row, whatever the settings (see `one_hot_law`)."""
+        return self.is_sparse and self.logits_BTV.shape[-1] == 1
+
 
 @struct.dataclass
 class Proposal:
@@ -124,6 +129,21 @@ def prob_of(law: TokenLaw, ids_BT):
     )
     return jnp.where(
         law.one_hot_BT >= 0, (ids_BT == law.one_hot_BT).astype(jnp.float32), prob_BT
+    )
+
+
+def prob_at(law: TokenLaw, row_BX, ids_BX):
+    """Probability `[B, X]` of one id (own vocabulary) in each chosen row."""
+    b_B1 = jnp.arange(row_BX.shape[0])[:, None]
+    scaled_BX = law.logits_BTV[b_B1, row_BX, ids_BX] * law.inv_temperature_B[:, None]
+    prob_BX = jnp.where(
+        scaled_BX >= law.floor_BT[b_B1, row_BX],
+        jnp.exp(scaled_BX - law.log_norm_BT[b_B1, row_BX]),
+        0.0,
+    )
+    one_hot_BX = law.one_hot_BT[b_B1, row_BX]
+    return jnp.where(
+        one_hot_BX >= 0, (ids_BX == one_hot_BX).astype(jnp.float32), prob_BX
     )
 
 

@@ -75,6 +75,17 @@ class Topology:
             return trained
         return len(self.parents) if self.kind == STATIC_TREE else self.nodes
 
+    def levels(self, trained: int) -> int:
+        """Longest path below the root: drafts that one round can accept."""
+        if self.kind == CHAIN:
+            return trained
+        if self.kind == DYNAMIC_TREE:
+            return min(self.depth, self.nodes)
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
     def window(self, trained: int) -> int:
         """W, rows of a verify: the anchor and the drafts."""
         return self.num_draft(trained) + 1

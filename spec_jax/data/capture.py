@@ -228,7 +228,8 @@ def _check_request(
             raise UserError(f"capture.{name}={value} must be at least 1")
     if not buckets or buckets[0] < 1:
         raise UserError(f"capture.buckets={buckets} must be lengths of 1 token or more")
-    check_layer_ids(schema.layer_ids, spec.num_layers)
+    if schema.layer_ids or not schema.teacher:  # EAGLE reads the teacher alone
+        check_layer_ids(schema.layer_ids, spec.num_layers)
     facts = {
         "target_fingerprint": target.fingerprint,
         "vocab_size": spec.vocab_size,

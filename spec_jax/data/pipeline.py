@@ -26,6 +26,7 @@ import numpy as np
 
 from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
+from spec_jax.core.features import FeatureSchema
 from spec_jax.data.samples import MAX_SKIPPED, check_skipped
 from spec_jax.data.store import FeatureStore
 
@@ -88,6 +89,7 @@ class Pipeline(Iterator[Batch]):
         store: FeatureStore,
         options: PipelineOptions,
         *,
+        needs: FeatureSchema | None = None,
         indices: Sequence[int] | None = None,
         process: int = 0,
         num_processes: int = 1,
@@ -97,6 +99,7 @@ class Pipeline(Iterator[Batch]):
         Args:
           store: an opened store.
           options: how batches are made.
+          needs: the planes a drafter conditions on (default: all that are there).
           indices: samples to choose from (default: all).
           process: this process, in [0, num_processes).
           num_processes: processes that share a global batch.
@@ -106,6 +109,8 @@ class Pipeline(Iterator[Batch]):
             larger than an epoch allows, or not divisible by the processes.
         """
         self.store, self.options = store, options
+        self.needs = needs or store.layout.schema
+        _check_planes(store, self.needs)
         self.kept, self.dropped = _select(store, options, indices)
         if options.batch_size % num_processes or not 0 <= process < num_processes:
             raise UserError(
@@ -200,18 +205,41 @@ class Pipeline(Iterator[Batch]):
 
     def _read_batch(self, ids_B: np.ndarray) -> Batch:
         ids = [int(index) for index in ids_B[self._rows]]
-        return read_batch(self.store, ids, self.options.seq_len)
+        return read_batch(self.store, ids, self.options.seq_len, self.needs)
 
 
-def read_batch(store: FeatureStore, ids: Sequence[int], seq_len: int) -> Batch:
+def _check_planes(store: FeatureStore, needs: FeatureSchema) -> None:
+    """Refuses a store that lacks what a drafter conditions on."""
+    held = store.layout.schema
+    absent = [i for i in needs.layer_ids if i not in held.layer_ids]
+    if absent or (needs.teacher and not held.teacher):
+        what = f"layer {absent[0]}" if absent else "the teacher's last hidden state"
+        fix = "capture.layer_ids" if absent else "capture.teacher=True"
+        raise UserError(
+            f"feature store {store.path!r} lacks {what}, which the drafter needs; "
+            f"capture again with {fix}"
+        )
+
+
+def read_batch(
+    store: FeatureStore,
+    ids: Sequence[int],
+    seq_len: int,
+    needs: FeatureSchema | None = None,
+) -> Batch:
     """Reads samples into one padded batch of fresh arrays.
 
-    Padding rows have token 0, no supervision and zero features.
+    Padding rows have token 0, no supervision and zero features. `needs` chooses
+    among the store's planes; None takes them all.
 
     Raises:
       UserError: a sample is longer than `seq_len`, or cannot be read.
     """
-    schema = store.layout.schema
+    held = store.layout.schema
+    needs = needs or held
+    planes = [held.layer_ids.index(i) for i in needs.layer_ids]
+    if planes == list(range(held.num_layers)):
+        planes = slice(None)  # a view, not a copy
     size = (len(ids), seq_len)
     tokens_BS = np.zeros(size, np.int32)
     supervised_BS = np.zeros(size, bool)
@@ -227,15 +255,15 @@ def read_batch(store: FeatureStore, ids: Sequence[int], seq_len: int) -> Batch:
             )
         dtype = sample["features"].dtype
         if features_BSLD is None:
-            shape = (*size, schema.num_layers, schema.width)
+            shape = (*size, needs.num_layers, held.width)
             features_BSLD = np.zeros(shape, dtype)
         tokens_BS[row, :count] = sample["tokens"]
         supervised_BS[row, :count] = sample["supervised"]
         length_B[row] = count
-        features_BSLD[row, :count] = sample["features"]
-        if schema.teacher:
+        features_BSLD[row, :count] = sample["features"][:, planes]
+        if needs.teacher:
             if teacher_BSD is None:
-                teacher_BSD = np.zeros((*size, schema.width), dtype)
+                teacher_BSD = np.zeros((*size, held.width), dtype)
             teacher_BSD[row, :count] = sample["teacher"]
     return Batch(tokens_BS, supervised_BS, length_B, features_BSLD, teacher_BSD)
 

@@ -152,7 +152,7 @@ def _parse(content: bytes, name: str, limit: int | None) -> list[Prompt]:
                 f"data.prompts: line {source} is not JSON in UTF-8 ({error}); write "
                 "one JSON object per line"
             ) from error
-        prompts.append(user_prompt(_text_of(row, source), source))
+        prompts.append(user_prompt(text_of(row, source), source))
     if not prompts:
         raise UserError(
             f"data.prompts: {name} holds no prompt; write one JSON object per line "
@@ -161,15 +161,25 @@ def _parse(content: bytes, name: str, limit: int | None) -> list[Prompt]:
     return prompts
 
 
-def _text_of(row: Any, source: str) -> str:
+def text_of(row: Any, source: str, what: str = "data.prompts") -> str:
+    """The prompt that a row of a file holds.
+
+    Args:
+      row: the row, parsed.
+      source: `<file name>:<line number>`.
+      what: the field of the recipe that names the file.
+
+    Raises:
+      UserError: it is no JSON object, has none of `FIELDS`, or an empty prompt.
+    """
     if not isinstance(row, dict):
         raise UserError(
-            f"data.prompts: line {source} is {type(row).__name__}; write a JSON object"
+            f"{what}: line {source} is {type(row).__name__}; write a JSON object"
         )
     field = next((name for name in FIELDS if name in row), None)
     if field is None:
         raise UserError(
-            f"data.prompts: line {source} has none of the fields {', '.join(FIELDS)} "
+            f"{what}: line {source} has none of the fields {', '.join(FIELDS)} "
             f"(it has {', '.join(map(repr, sorted(row))) or 'none'}); name one of them"
         )
     text = row[field]
@@ -177,14 +187,14 @@ def _text_of(row: Any, source: str) -> str:
         text = text[0] if isinstance(text, list) and text else ""
     if not isinstance(text, str):
         raise UserError(
-            f"data.prompts: line {source}, field {field!r} is {type(text).__name__}; "
+            f"{what}: line {source}, field {field!r} is {type(text).__name__}; "
             "write text"
         )
     if field == "instruction":
         text = _with_input(text, row.get("instances"))
     if not text.strip():
         raise UserError(
-            f"data.prompts: line {source}, field {field!r} is an empty prompt; write "
+            f"{what}: line {source}, field {field!r} is an empty prompt; write "
             "one or remove the line"
         )
     return text

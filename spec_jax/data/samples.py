@@ -208,7 +208,8 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
     """Reads samples made elsewhere: `.jsonl` or `.jsonl.gz`, one object a line.
 
     Args:
-      path: rows with `tokens` (or `token_ids`) and `prompt_len`.
+      path: rows with `tokens` (or `token_ids`) and `prompt_len`; `source` and
+        `temperature` are kept where they are there.
       vocab_size: V of the target that is said to have made them.
 
     Raises:
@@ -226,7 +227,12 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
             tokens = row["tokens"] if "tokens" in row else row["token_ids"]
             length = row["prompt_len"]
             found.append(
-                make_sample(tokens[:length], tokens[length:], f"{path}:{number}")
+                make_sample(
+                    tokens[:length],
+                    tokens[length:],
+                    str(row.get("source", f"{os.path.basename(path)}:{number}")),
+                    float(row.get("temperature", 0.0)),
+                )
             )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
@@ -240,6 +246,21 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
             f"the target has {vocab_size} tokens"
         )
     return found
+
+
+def write_file(path: str, samples: Sequence[Sample]) -> None:
+    """Writes samples as one `.jsonl` that `read_file` reads; whole or not at all."""
+    rows = (
+        {
+            "tokens": list(s.tokens),
+            "prompt_len": s.prompt_len,
+            "source": s.source,
+            "temperature": s.temperature,
+        }
+        for s in samples
+    )
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(path, content.encode())
 
 
 def _checksum_path(path: str) -> str:

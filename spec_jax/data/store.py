@@ -479,7 +479,8 @@ def open_store(
 
     Args:
       path: the store's folder.
-      expected_contract: the reader's contract; target and layer ids must agree.
+      expected_contract: the reader's contract; the target must agree, and its
+        layer ids must be among the store's (which may hold more).
       partial: accept a store whose capture has not finished.
       verify: compare every checksum now.
 
@@ -489,11 +490,15 @@ def open_store(
     contract, layout, shards = _read_index(path)
     if expected_contract is not None:
         require_same(
-            expected_contract,
-            contract,
-            f"feature store {path!r}",
-            (*TARGET_FIELDS, "layer_ids"),
+            expected_contract, contract, f"feature store {path!r}", TARGET_FIELDS
         )
+        absent = [i for i in expected_contract.layer_ids if i not in contract.layer_ids]
+        if absent:
+            raise UserError(
+                f"feature store {path!r} lacks layer {absent[0]}: it holds layer_ids "
+                f"{contract.layer_ids}; name them all in capture.layer_ids and capture "
+                "again, or condition the drafter on those"
+            )
     if len(shards) < layout.num_shards and not partial:
         raise UserError(
             f"feature store {path!r} is incomplete: {len(shards)} of "

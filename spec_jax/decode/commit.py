@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from spec_jax.core import outcome
 from spec_jax.core.proposal import Proposal
 from spec_jax.core.verify_layout import VerifyLayout
+from spec_jax.decode.compact_path import compact
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.state import DecodeState, RoundResult
 from spec_jax.drafters.base import Drafter, Rows
+from spec_jax.sampling import penalties
 
 
 def commit(
@@ -23,8 +25,11 @@ def commit(
     verdict,
     output,
 ):
-    """Advances slots, target cache and draft state by the confirmed rows."""
-    slots = state.slots
+    """Advances slots, target cache and draft state by the confirmed rows.
+
+    Those of a tree are the accepted path; afterwards both are chains again.
+    """
+    slots, path_BX = state.slots, verdict.path_BX
     done = outcome.settle(
         verdict,
         proposal.tokens_BM,
@@ -37,14 +42,24 @@ def commit(
     if drafter is not None:
         following_BW = jnp.where(done.tokens_BW >= 0, done.tokens_BW, 0)
         rows = Rows(
-            tokens_BT=layout.tokens_BW,
+            tokens_BT=outcome.along_path(path_BX, layout.tokens_BW),
             next_tokens_BT=following_BW,
-            features_BTLD=output.features_BTLD,
-            hidden_BTD=output.hidden_BTD,
+            features_BTLD=outcome.along_path(path_BX, output.features_BTLD),
+            hidden_BTD=outcome.along_path(path_BX, output.hidden_BTD),
             start_B=slots.length_B,
             length_B=done.commit_len_B,
         )
         draft = drafter.extend(weights.draft, weights.frozen, draft, rows)
+    cache = output.cache
+    if path_BX is not None:
+        cache = compact(cache, path_BX, verdict.num_accepted_B, slots.length_B)
+    history = slots.history
+    if history is not None:
+        # Emitted tokens only: what was rejected never counts.
+        emitted_BW = done.tokens_BW >= 0
+        history = penalties.told(
+            history, done.tokens_BW, emitted_BW, jnp.zeros((1, 1), bool)
+        )
     advanced = dataclasses.replace(
         slots,
         anchor_B=done.anchor_B,
@@ -52,6 +67,7 @@ def commit(
         remaining_B=slots.remaining_B - done.emitted_B,
         active_B=slots.active_B & ~done.finished_B,
         round_B=slots.round_B + slots.active_B.astype(jnp.int32),
+        history=history,
     )
     result = RoundResult(
         tokens_BW=done.tokens_BW,
@@ -64,4 +80,4 @@ def commit(
         stopped_B=done.stopped_B,
         bad_B=verdict.bad_B & slots.active_B,
     )
-    return DecodeState(output.cache, draft, advanced), result
+    return DecodeState(cache, draft, advanced), result

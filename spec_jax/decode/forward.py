@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 
+from spec_jax.core import verify_layout
 from spec_jax.core.verify_layout import VerifyLayout
 from spec_jax.decode.state import DecodeState
 from spec_jax.drafters.base import Frozen
@@ -35,12 +37,27 @@ def stored(output: model.TargetOutput):
 
 
 def target_rows(
-    spec: TargetSpec, weights: Weights, state: DecodeState, layout: VerifyLayout, taps
+    spec: TargetSpec,
+    weights: Weights,
+    state: DecodeState,
+    layout: VerifyLayout,
+    taps,
+    rows: int | None = None,
 ):
-    """The verify forward: logits `[B, W, V]` float32, features, new cache."""
-    slots = state.slots
+    """The verify forward: logits `[B, W, V]` float32, features, new cache.
+
+    Args:
+      spec, taps: static.
+      weights, state: parameters and slots; the cache may have slots behind B.
+      layout: the rows.
+      rows: T: run the rows that count alone, packed into T; None runs every
+        window in full. What was not run has NaN logits, which define no law,
+        zero features, and writes nothing.
+    """
     # Idle and filling slots run too: what they write lies past their length.
-    history_B = slots.length_B
+    history_B = state.slots.length_B
+    if rows is not None:
+        return _packed_rows(spec, weights, state, layout, taps, rows)
     output = model.forward(
         spec,
         weights.target,
@@ -53,3 +70,29 @@ def target_rows(
     )
     logits_BWV = model.logits(weights.target, output.hidden_BTD)
     return logits_BWV, output
+
+
+def _packed_rows(spec, weights, state, layout: VerifyLayout, taps, rows: int):
+    """`target_rows` of a ragged chain."""
+    history_B = state.slots.length_B
+    size_b, window = layout.tokens_BW.shape
+    packing = verify_layout.pack(layout.verify_len_B, window, rows)
+    positions_BW = jnp.broadcast_to(layout.positions(history_B), (size_b, window))
+    output = model.forward(
+        spec,
+        weights.target,
+        state.cache,
+        verify_layout.packed(packing, layout.tokens_BW)[None],
+        verify_layout.packed(packing, positions_BW)[None],
+        layout.visible(),
+        history_B,
+        taps,
+        packing,
+    )
+    logits_TV = model.logits(weights.target, output.hidden_BTD[0])
+    logits_BWV = verify_layout.unpacked(packing, logits_TV, jnp.nan)
+    return logits_BWV, dataclasses.replace(
+        output,
+        hidden_BTD=verify_layout.unpacked(packing, output.hidden_BTD[0]),
+        features_BTLD=verify_layout.unpacked(packing, output.features_BTLD[0]),
+    )

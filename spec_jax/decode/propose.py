@@ -11,7 +11,7 @@ from spec_jax.core.proposal import Proposal
 from spec_jax.core.topology import CHAIN_TOPOLOGY, Topology
 from spec_jax.decode.state import DecodeState, Slots
 from spec_jax.drafters.base import Drafter, Frozen
-from spec_jax.sampling import draws, transform
+from spec_jax.sampling import draws, penalties, transform
 
 
 def make_draw(slots: Slots, *, one_hot: bool):
@@ -21,6 +21,12 @@ def make_draw(slots: Slots, *, one_hot: bool):
       slots: settings and random streams of the requests.
       one_hot: draft argmax tokens even for sampled requests; q is then one-hot
         (an option: independent unary marginals make incoherent blocks).
+
+    Penalties and bias shape q as they shape p, as far as it can be known when
+    the drafts are drawn: the history counts, the block's own drafts do not. A
+    drafter that names its columns' target ids (`draw(logits, row, target_ids)`)
+    gets them in any vocabulary, one that does not only in the target's own.
+    Either way q is the law that was drawn from, and the output stays p's.
     """
     sampling = slots.sampling
     if one_hot:
@@ -28,8 +34,14 @@ def make_draw(slots: Slots, *, one_hot: bool):
             sampling, greedy_B=jnp.ones_like(sampling.greedy_B)
         )
 
-    def draw(logits_BTU, first_row):
-        law = transform.law_of(logits_BTU, sampling)
+    def draw(logits_BTU, first_row, target_ids=None):
+        past, history = None, slots.history
+        if history is not None and (
+            target_ids is not None
+            or logits_BTU.shape[-1] == history.output_BV.shape[-1]
+        ):
+            past = penalties.only_history(history, logits_BTU.shape[1])
+        law = transform.law_of(logits_BTU, sampling, target_ids, past)
         rows = first_row + logits_BTU.shape[1]
         uniform = keys.round_uniforms(
             slots.seed_B,

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from spec_jax.core.errors import UserError
+
+# Static widths of a slot's lists: a request with more is refused.
+NUM_STOP_IDS = 8
+NUM_BIASES = 64
+NUM_STOPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +31,17 @@ class Settings:
       speculate: use the drafter for this request.
       stop_ids: ids that end it besides the target's own end ids.
       ignore_eos: keep going past the target's end ids (benchmarks).
+      stop: strings that end it; the text ends before the string, the tokens with
+        the one that completes it.
+      presence_penalty: in [-2, 2]; subtracted from tokens in the answer.
+      frequency_penalty: in [-2, 2]; subtracted per occurrence in the answer.
+      repetition_penalty: in (0, 10]; divides positive and multiplies negative
+        logits of tokens in the prompt or the answer. 1 is off.
+      logit_bias: pairs (token id, bias in [-100, 100]); a mapping is accepted.
+      logprobs: report the log-probability of every emitted token.
+      top_logprobs: and of this many likeliest alternatives.
+      num_draft: a window of its own, outside any budget and never switched off:
+        this many drafts are verified every round. None: the engine decides.
     """
 
     max_new_tokens: int = 128
@@ -34,6 +53,14 @@ class Settings:
     speculate: bool = True
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    num_draft: int | None = None
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -53,6 +80,97 @@ class Settings:
             raise UserError(f"min_p={self.min_p} must lie in [0, 1); 0 is off")
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed} must lie in [0, 2**31)")
+        self._check_stops()
+        self._check_penalties()
+        if self.top_logprobs < 0:
+            raise UserError(
+                f"top_logprobs={self.top_logprobs} must be 0 (none) or positive"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise UserError(
+                f"top_logprobs={self.top_logprobs} needs logprobs=True; set both"
+            )
+        if self.num_draft is not None and self.num_draft < 0:
+            raise UserError(
+                f"num_draft={self.num_draft} must be None (the engine decides) or at "
+                "least 0"
+            )
+
+    def _check_stops(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if len(self.stop) > NUM_STOPS:
+            raise UserError(
+                f"stop has {len(self.stop)} strings; at most {NUM_STOPS} are supported"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text or "\ufffd" in text:
+                raise UserError(
+                    f"stop={text!r} must be a string of at least one character, "
+                    "without U+FFFD"
+                )
+
+    def _check_penalties(self):
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise UserError(
+                    f"{name}={getattr(self, name)} must lie in [-2, 2]; 0 is off"
+                )
+        if not 0 < self.repetition_penalty <= 10:
+            raise UserError(
+                f"repetition_penalty={self.repetition_penalty} must lie in (0, 10]; 1 "
+                "is off"
+            )
+        pairs: Any = self.logit_bias
+        if isinstance(pairs, Mapping):
+            pairs = pairs.items()
+        pairs = tuple((int(token), float(bias)) for token, bias in pairs)
+        object.__setattr__(self, "logit_bias", pairs)
+        if len(pairs) > NUM_BIASES:
+            raise UserError(
+                f"logit_bias has {len(pairs)} ids; at most {NUM_BIASES} are supported"
+            )
+        ids = [token for token, _ in pairs]
+        if len(set(ids)) != len(ids):
+            raise UserError("logit_bias names an id twice; give each id once")
+        for token, bias in pairs:
+            if not (math.isfinite(bias) and -100 <= bias <= 100):
+                raise UserError(
+                    f"logit_bias of id {token} is {bias}; it must lie in [-100, 100]"
+                )
+
+    @property
+    def has_rules(self) -> bool:
+        """Any penalty or bias is on."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+        )
+
+
+def settings_of(fields: Mapping[str, Any]) -> Settings:
+    """Settings from a caller's fields; what is not supported is never ignored.
+
+    Raises:
+      UserError: an unknown field, or a value out of its range.
+    """
+    known = {f.name for f in dataclasses.fields(Settings)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        name = unknown[0]
+        raise UserError(
+            f"{name}={fields[name]!r} is not supported; leave it out, or use one of "
+            f"{', '.join(sorted(known))}"
+        )
+    try:
+        return Settings(**fields)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"a field has the wrong type ({error}); correct it") from error
 
 
 @dataclasses.dataclass
@@ -62,10 +180,16 @@ class Generation:
     Attributes:
       prompt: its token ids.
       tokens: emitted ids, the first from prefill.
-      finish_reason: "stop", "length", "error", or "" while running.
+      finish_reason: "stop", "length", "error", "abort", or "" while running.
       emitted: tokens of each round, after trimming (prefill excluded).
       accepted: r of each round, after the cut.
       drafted: drafts verified in each round.
+      stopped_by: the stop string or stop id that ended it, or None.
+      text: the answer's text so far, where the engine has a tokenizer: whole
+        characters, without what may begin a stop string, without the stop.
+      logprobs: natural log of each token's probability under the target's own
+        softmax, if asked for.
+      top_logprobs: (id, log-probability) of its likeliest alternatives.
     """
 
     prompt: list[int]
@@ -74,6 +198,12 @@ class Generation:
     emitted: list[int] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
     drafted: list[int] = dataclasses.field(default_factory=list)
+    stopped_by: str | int | None = None
+    text: str = ""
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(
+        default_factory=list
+    )
 
     @property
     def rounds(self) -> int:
@@ -118,4 +248,98 @@ def check_prompt(
             f"{settings.max_new_tokens}: together more than the {room} a slot can "
             "hold; shorten the prompt, ask for fewer tokens, or raise max_context "
             "up to the target's own context"
+        )
+
+
+def stop_ids_of(
+    settings: Settings, eos_ids: tuple[int, ...], vocab_size: int
+) -> tuple[int, ...]:
+    """Ids that end a request: its own and the target's.
+
+    Raises:
+      UserError: too many, or outside the vocabulary.
+    """
+    ends = () if settings.ignore_eos else eos_ids
+    stops = tuple(dict.fromkeys((*settings.stop_ids, *ends)))
+    if len(stops) > NUM_STOP_IDS:
+        raise UserError(
+            f"stop_ids has {len(stops)} ids with the target's own; at most "
+            f"{NUM_STOP_IDS} are supported"
+        )
+    if any(not 0 <= s < vocab_size for s in stops):
+        raise UserError(
+            f"stop_ids={stops} must be token ids of the target, 0 to {vocab_size - 1}"
+        )
+    return stops
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What an engine was built for; `check_features` refuses the rest.
+
+    Attributes:
+      vocab_size: V.
+      penalties: penalties and logit bias were compiled.
+      logprobs: None, or the most alternatives a token may ask for.
+      text: there is a tokenizer.
+      num_draft: M of the round, 0 without a drafter.
+      is_chain: drafts form a chain.
+    """
+
+    vocab_size: int
+    penalties: bool
+    logprobs: int | None
+    text: bool
+    num_draft: int
+    is_chain: bool
+
+
+def check_features(settings: Settings, offer: Offer) -> None:
+    """Refuses settings that the engine was not built for.
+
+    Raises:
+      UserError: one sentence naming the field, the value and the fix.
+    """
+    if settings.has_rules and not offer.penalties:
+        fields = dataclasses.fields(Settings)
+        name = next(
+            f.name
+            for f in fields
+            if ("penalty" in f.name or f.name == "logit_bias")
+            and getattr(settings, f.name) != f.default
+        )
+        raise UserError(
+            f"{name}={getattr(settings, name)} needs an engine built with "
+            "serve.penalties=True; build it so, or leave the field out"
+        )
+    bad = [t for t, _ in settings.logit_bias if not 0 <= t < offer.vocab_size]
+    if bad:
+        raise UserError(
+            f"logit_bias names id {bad[0]}, outside the target's {offer.vocab_size} "
+            "tokens"
+        )
+    if settings.logprobs and (
+        offer.logprobs is None or settings.top_logprobs > offer.logprobs
+    ):
+        raise UserError(
+            f"logprobs with top_logprobs={settings.top_logprobs} needs an engine built "
+            f"with serve.logprobs of at least that; it has {offer.logprobs}"
+        )
+    if settings.stop and not offer.text:
+        raise UserError(
+            f"stop={settings.stop} needs an engine with a tokenizer; use stop_ids, or "
+            "build the engine with one"
+        )
+    asked = settings.num_draft
+    if asked is None or not settings.speculate:
+        return
+    if asked > offer.num_draft:
+        raise UserError(
+            f"num_draft={asked} is more than the {offer.num_draft} drafts of this "
+            "engine's round; ask for fewer"
+        )
+    if not offer.is_chain and asked not in (0, offer.num_draft):
+        raise UserError(
+            f"num_draft={asked} cuts a tree, whose rows stand or fall together; use 0 "
+            f"or {offer.num_draft}"
         )

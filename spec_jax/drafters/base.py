@@ -28,11 +28,14 @@ class Frozen:
       embed_VD: token embedding, target ids.
       head_DU: LM head columns the drafter may propose.
       target_ids_U: None for the full vocabulary, else the id of each column.
+      full_head_DV: the whole LM head where the vocabulary is reduced: objectives
+        may ask for the mass it lost. No drafter reads it.
     """
 
     embed_VD: jnp.ndarray  # [V, D]
     head_DU: jnp.ndarray  # [D, U]
     target_ids_U: jnp.ndarray | None = None  # [U]
+    full_head_DV: jnp.ndarray | None = None  # [D, V]
 
 
 @struct.dataclass
@@ -68,11 +71,14 @@ class Selector:
       query_XME: predecessor code times projected hidden row.
       successor_UE: codes of the draft vocabulary's tokens.
       size_k: K, candidates kept of each row.
+      detached_query_XME: the query made from hidden rows without gradient, for
+        objectives that train the selector alone, or None.
     """
 
     query_XME: jnp.ndarray  # [X, M, E]
     successor_UE: jnp.ndarray  # [U, E]
     size_k: int = struct.field(pytree_node=False)
+    detached_query_XME: jnp.ndarray | None = None  # [X, M, E]
 
 
 @struct.dataclass
@@ -113,11 +119,12 @@ class TrainOutputs:
     selector: Selector | None = None
 
 
-# draw(logits_BTU, first_row) -> (draft_ids_BT, TokenLaw): samples each row under
-# the request's transform and returns the law it drew from, over the logits' own
-# columns. Bound by `decode.propose`; `first_row` keeps random streams apart when
-# rows are drawn one at a time (autoregressive drafters).
-Draw = Callable[[Any, int], tuple[Any, Any]]
+# draw(logits_BTU, first_row, target_ids=None) -> (draft_ids_BT, TokenLaw): samples
+# each row under the request's transform and returns the law it drew from, over the
+# logits' own columns; `target_ids` are those of the law: None, each column's [U],
+# or each row's candidates' [B, T, K]. Bound by `decode.propose`; `first_row` keeps
+# random streams apart when rows are drawn one at a time (autoregressive drafters).
+Draw = Callable[..., tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ def frozen_for(target: Target, draft_vocab: DraftVocab | None = None) -> Frozen:
     """The target's embedding and the head columns a drafter may propose.
 
     Args:
-      target: the loaded target; its arrays are shared, not copied, unless the
-        vocabulary is reduced.
+      target: the loaded target; its arrays are shared, not copied, except the kept
+        head columns of a reduced vocabulary.
       draft_vocab: the kept ids, or None for the full vocabulary.
 
     Raises:
@@ -46,4 +46,4 @@ def frozen_from_params(
     if draft_vocab.size == draft_vocab.vocab_size:
         return Frozen(embed_VD, head_DV)
     ids_U = jnp.asarray(np.asarray(draft_vocab.target_ids, np.int32))
-    return Frozen(embed_VD, jnp.take(head_DV, ids_U, axis=1), ids_U)
+    return Frozen(embed_VD, jnp.take(head_DV, ids_U, axis=1), ids_U, head_DV)

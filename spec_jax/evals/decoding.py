@@ -90,8 +90,10 @@ def summary(plain: Sequence[Decoded], ours: Sequence[Decoded], num_draft: int) -
     `speedup` is the ratio of tokens per second, both over the rounds of the same
     non-looping prompts, decoded in turn in one run.
     """
-    keep = [i for i, d in enumerate(plain) if not d.looping]
-    apart = [i for i, d in enumerate(plain) if d.looping]
+    # Greedy texts are equal; sampled ones are not, and either may loop.
+    looping = [a.looping or b.looping for a, b in zip(plain, ours, strict=True)]
+    keep = [i for i, loops in enumerate(looping) if not loops]
+    apart = [i for i, loops in enumerate(looping) if loops]
 
     def rate(items, chosen):
         tokens = sum(len(items[i].generation.tokens) - 1 for i in chosen)
@@ -119,6 +121,11 @@ def summary(plain: Sequence[Decoded], ours: Sequence[Decoded], num_draft: int) -
         "distinct_bigrams": float(np.mean([distinct_ngrams(t) for t in texts])),
         "longest_run": max((longest_run(t) for t in texts), default=0),
     }
+
+
+def reads_features(params: Mapping[str, Any]) -> bool:
+    """Whether a drafter has weights that read the target's features."""
+    return "fc" in params.get("params", {})
 
 
 def with_shuffled_features(params: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:

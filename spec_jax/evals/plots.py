@@ -98,6 +98,44 @@ def histogram(series: Mapping[str, Sequence[float]]) -> str:
     return _figure("Tokens per round", draw)
 
 
+def verify_len(series: Mapping[str, Sequence[float]]) -> str:
+    """Bars: label -> number of verifies of 1, 2, ... rows of one request."""
+    shares = {k: [c / (sum(v) or 1) for c in v] for k, v in series.items()}
+
+    def draw(axes):
+        _grouped_bars(axes, shares)
+        axes.set_xlabel("rows verified of one request, anchor included")
+        axes.set_ylabel("share of verifies")
+        _legend(axes, series)
+
+    return _figure("Verify lengths", draw)
+
+
+def reliability(series: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Lines: label -> [[mean survival of a bin, share accepted, count], ...]."""
+
+    def draw(axes):
+        axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":")
+        for i, (label, rows) in enumerate(series.items()):
+            means, shares, _ = zip(*rows, strict=True) if rows else ((), (), ())
+            axes.plot(
+                means,
+                shares,
+                label=label,
+                color=_colour(i),
+                linewidth=1.6,
+                marker="o",
+                markersize=3.5,
+            )
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("survival, predicted")
+        axes.set_ylabel("survival, measured")
+        _legend(axes, series)
+
+    return _figure("Calibration of the survival", draw)
+
+
 # Series a run may report, in the order they are shown.
 PLOTS: dict[str, Callable[[Any], str]] = {
     "acceptance": acceptance,
@@ -105,6 +143,8 @@ PLOTS: dict[str, Callable[[Any], str]] = {
     "loss": loss,
     "cost": cost,
     "histogram": histogram,
+    "verify_len": verify_len,
+    "reliability": reliability,
 }
 
 

@@ -7,6 +7,8 @@ Series are plain dicts, each optional; `plots.PLOTS` says what each holds:
     loss           {label: [[step, loss], ...]}
     cost           {way of decoding: {part: ms per emitted token}}
     histogram      {label: [rounds that emitted 1, 2, ... tokens]}
+    verify_len     {label: [verifies of 1, 2, ... rows of one request]}
+    reliability    {label: [[mean survival, share accepted, count] of a bin, ...]}
     samples        [{"title": str, "pieces": [[text, kind], ...]}, ...] with kind
                    "prompt", "accepted" (a draft that was accepted) or "target"
 

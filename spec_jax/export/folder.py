@@ -1,6 +1,6 @@
-"""The portable DFlash folder: weights, configuration, contract, golden round.
+"""The portable drafter folder: weights, configuration, contract, golden round.
 
-    config.json         what any reader of DFlash folders needs
+    config.json         what any reader of such folders needs
     model.safetensors   public names, `[out, in]`; d2t and t2d when the
                         vocabulary is reduced
     contract.json       the contract the drafter was trained under
@@ -9,7 +9,8 @@
 
 A folder is written beside its place and renamed, so that it is there whole or
 not at all, and a reader compares every checksum. A folder from elsewhere has
-neither contract nor manifest; what can be compared is, and a note says so.
+neither contract nor manifest; what can be compared is, what was converted is
+said (`converters`), and a note says what could not be compared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from spec_jax.core.errors import UserError
@@ -39,24 +38,28 @@ from spec_jax.core.features import (
     contract_from_json,
     require_same,
 )
-from spec_jax.core.vocab import DraftVocab, from_offsets
+from spec_jax.core.vocab import DraftVocab, full_vocab
 from spec_jax.data import files as files_lib
-from spec_jax.drafters import dflash
+from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_for
-from spec_jax.export import dflash_config, golden, names
+from spec_jax.export import converters, golden, names, registry, storage
+from spec_jax.export.kinds import own
+from spec_jax.export.kinds.base import Form, Header
+from spec_jax.export.storage import (
+    CONFIG,
+    CONTRACT,
+    DTYPES,
+    FORMAT,
+    GOLDEN,
+    MANIFEST,
+    WEIGHTS,
+)
 from spec_jax.target.loading import Target
 from spec_jax.target.spec import TargetSpec
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CONTRACT = "contract.json"
-GOLDEN = "golden.safetensors"
-MANIFEST = "manifest.json"
-FORMAT = 1
-
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 # What a contract says about the target itself.
 TARGET_FACTS = (
@@ -70,9 +73,8 @@ TARGET_FACTS = (
     "teacher_point",
 )
 
-_NAME_ONE = "name a folder that a drafter was saved in"
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
+# A frozen copy of a target's table, rounded to bfloat16, differs by less.
+_COPY_TOLERANCE = 2**-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +86,14 @@ class Written:
       weights_sha256: of the weight file.
       parity_max_abs: largest difference of training-time and serving-time draft
         logits of the same prefixes, from the exported weights; None without a
-        golden probe.
+        golden probe, or without weights.
+      notes: sentences on what looks untrained.
     """
 
     path: str
     weights_sha256: str
     parity_max_abs: float | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +108,7 @@ class Exported:
       draft_vocab: the ids it can propose, or None for all.
       weights_sha256: of the weight file (of all of them, in order, when sharded).
       golden_max_abs: largest difference in the golden round; None without one.
-      notes: sentences on what could not be checked.
+      notes: sentences on what was converted and what could not be checked.
     """
 
     drafter: Drafter
@@ -126,8 +130,9 @@ def write_folder(
     *,
     dtype: str = "float32",
     golden_probe: golden.Probe | None = None,
+    embed_VD: Any = None,
 ) -> Written:
-    """Exports a DFlash drafter.
+    """Exports a drafter.
 
     Args:
       path: the folder to make; an earlier export there is replaced.
@@ -138,69 +143,63 @@ def write_folder(
       target_spec: sizes of its target.
       dtype: float type of the stored weights, one of `DTYPES`.
       golden_probe: a text to record the golden round on; its logits are computed
-        from the weights as stored.
+        from the weights as stored. A drafter without weights has no such round.
+      embed_VD: the target's embedding, to store a copy for readers that want one
+        (EAGLE and EAGLE-3 outside of servers); None leaves it out.
 
     Raises:
-      UserError: the drafter has no public form, contract and drafter disagree,
-        or `path` holds something else.
+      UserError: the drafter has no public form, contract and drafter disagree, a
+        weight is not finite, or `path` holds something else.
       ValueError: training-time and serving-time logits differ, or are not
         finite: these weights must not be served.
     """
     path = os.path.abspath(os.fspath(path))
     if dtype not in DTYPES:
         raise UserError(f"export.dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
-    if not isinstance(drafter.options, dflash.Options):
-        raise UserError(
-            f"drafter {drafter.name!r} is not a DFlash drafter, and only those have "
-            "this folder form"
-        )
     if draft_vocab is not None and draft_vocab.size == draft_vocab.vocab_size:
         draft_vocab = None
-    _check_contract(contract, drafter.options, target_spec, "the drafter to export")
-    if draft_vocab is not None and draft_vocab.vocab_size != target_spec.vocab_size:
-        raise UserError(
-            f"draft vocabulary was made for {draft_vocab.vocab_size} target tokens but "
-            f"the target has {target_spec.vocab_size}; rebuild the map for this target"
-        )
-    if golden_probe is not None:
-        expected = target_spec.vocab_size if draft_vocab is None else draft_vocab.size
-        if golden_probe.frozen.head_DU.shape[1] != expected:
-            raise UserError(
-                f"golden probe has {golden_probe.frozen.head_DU.shape[1]} head columns "
-                f"but the drafter proposes {expected} tokens; make it with the same "
-                "draft vocabulary"
-            )
-    _check_replaceable(path)
-    weights = {
-        name: weight.astype(DTYPES[dtype])
-        for name, weight in names.to_public(params).items()
-    }
-    if draft_vocab is not None:
-        weights[names.D2T] = draft_vocab.offsets()
-        weights[names.T2D] = draft_vocab.kept()
-    config = dflash_config.to_config(
-        drafter.options,
-        target_spec,
-        dtype=dtype,
-        draft_vocab_size=None if draft_vocab is None else draft_vocab.size,
-    )
+    _check_contract(contract, drafter, target_spec, "the drafter to export")
+    _check_vocab(draft_vocab, drafter, target_spec, golden_probe)
+    storage.check_replaceable(path)
+    form = registry.form_of(drafter)
+    plan = _plan(drafter, form)
+    weights = names.to_public(plan, params, form.title)
+    notes = tuple(_untrained(weights))
+    weights |= form.constants(drafter.options, target_spec)
+    if embed_VD is not None:
+        weights[EMBEDDING] = np.asarray(embed_VD)
+    weights = {name: weight.astype(DTYPES[dtype]) for name, weight in weights.items()}
+    vocab = draft_vocab
+    if vocab is None and form.own_head:
+        vocab = full_vocab(target_spec.vocab_size)
+    if vocab is not None:
+        weights[names.D2T], weights[names.T2D] = vocab.offsets(), vocab.kept()
+    header = Header(dtype, None if vocab is None else vocab.size)
+    config = form.to_config(drafter, target_spec, header)
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
     work = tempfile.mkdtemp(prefix=f".{name}.writing-", dir=parent)
     try:
         files = {
-            CONFIG: json.dumps(config, indent=2).encode() + b"\n",
+            CONFIG: _json(config),
             CONTRACT: contract.to_json().encode() + b"\n",
             WEIGHTS: safetensors.numpy.save(weights, metadata={"format": "pt"}),
         }
+        if form.second is not None:
+            second, content = form.second(drafter, target_spec, header)
+            files[second] = _json(content)
         for file_name, content in files.items():
             files_lib.write_atomically(os.path.join(work, file_name), content)
         parity = None
-        if golden_probe is not None:
-            stored, _, _ = _read_weights(work, "the folder just written")
-            back = _to_jax(names.from_public(stored, names.sizes_of(params)))
-            parity = golden.parity_max_abs(drafter, back, golden_probe)
-            if not parity <= golden.TOLERANCE:
+        if golden_probe is not None and plan.pieces:
+            stored, _ = storage.read_weights(work, "the folder just written")
+            stored = {name: stored[name] for name in plan.tensors}
+            back = _to_jax(names.from_public(plan, stored))
+            if not getattr(drafter.options, "final_logit_softcapping", 0):
+                quiet = _without_noise(drafter, target_spec)
+                parity = golden.parity_max_abs(quiet, back, golden_probe)
+            # A capped drafter comes from elsewhere and is not trained here.
+            if parity is not None and not parity <= golden.TOLERANCE:
                 raise ValueError(
                     f"drafter {drafter.name!r}: training-time and serving-time logits "
                     f"of the same prefix differ by {parity:.3g} (allowed "
@@ -213,17 +212,22 @@ def write_folder(
             )
             files_lib.write_atomically(os.path.join(work, GOLDEN), files[GOLDEN])
         shas = {key: hashlib.sha256(text).hexdigest() for key, text in files.items()}
-        manifest = {"format": FORMAT, "dtype": dtype, "sha256": shas}
+        manifest = {
+            "format": FORMAT,
+            "drafter": drafter.name,
+            "dtype": dtype,
+            "sha256": shas,
+        }
         files_lib.write_atomically(
             os.path.join(work, MANIFEST),
             json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n",
         )
         os.chmod(work, 0o755)  # mkdtemp's folders are private
         files_lib.sync_folder(work)
-        _put_in_place(work, path)
+        storage.put_in_place(work, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Written(path, shas[WEIGHTS], parity)
+    return Written(path, shas[WEIGHTS], parity, notes)
 
 
 def read_folder(
@@ -234,64 +238,87 @@ def read_folder(
     num_anchors: int | None = None,
     run_golden: bool = True,
 ) -> Exported:
-    """Reads a DFlash folder, ours or another package's, for one target.
+    """Reads a drafter folder, ours or another package's, for one target.
 
     Args:
       path: the folder.
       target: the target it is to serve.
       num_draft: drafts per round to serve, at most what it was trained for (the
         default).
-      num_anchors: anchors per sequence, where it is to be trained further.
+      num_anchors: anchors (rollouts of EAGLE) per sequence, where it is to be
+        trained further.
       run_golden: draft the golden round again, where the folder has one.
 
     Raises:
       UserError: the folder is missing, torn or changed; it was made for another
-        target; it has a setting or a tensor that is not plain DFlash; or its
-        golden round does not come out again.
+        target; it has a setting or a tensor that no drafter here has; or its golden
+        round does not come out again.
     """
     path = os.path.abspath(os.fspath(path))
     where = f"drafter folder {path!r}"
-    manifest = _check_whole(path, where)
-    config = _read_json(os.path.join(path, CONFIG), where)
-    options, notes = dflash_config.options_from_config(
-        config, target.spec, target.tokenizer, where
-    )
-    if num_anchors is not None:
-        options = dataclasses.replace(options, num_anchors=num_anchors)
+    manifest = storage.check_whole(path, where)
+    config = storage.read_json(os.path.join(path, CONFIG), where)
+    tensors, sha = storage.read_weights(path, where)
+    notes: list[str] = []
     if manifest is None:
-        contract = _assumed_contract(options, target)
+        config, tensors, notes = converters.adopt(config, tensors, target.spec, where)
+    form = registry.form_named(config, where)
+    vocab = storage.pop_vocab(tensors, target.spec.vocab_size, where)
+    options, said = form.from_config(
+        config,
+        where,
+        {name: w.shape for name, w in tensors.items()},
+        target.spec,
+        target.tokenizer,
+    )
+    notes += said
+    options = _with_vocab(options, config, form, vocab, tensors, target.spec, where)
+    if vocab is not None and vocab.size == vocab.vocab_size:
+        vocab = None
+    if num_anchors is not None:
+        field = "num_starts" if hasattr(options, "num_starts") else "num_anchors"
+        options = _replaced(options, field, num_anchors, where)
+    drafter = _make(form.name, options, target.spec)
+    if manifest is None:
+        contract = _assumed_contract(drafter, target)
         notes.append(
             "it has no contract.json: widths, vocabulary size and layer count were "
             "compared, but not the target's weights, tokenizer or chat template"
         )
     else:
-        contract = _read_contract(path, where, options, target)
-    drafter = _make(options, target.spec)
-    weights, draft_vocab, sha = _read_weights(path, where, target.spec.vocab_size)
-    _check_draft_vocab(config, draft_vocab, where)
-    params = _to_jax(names.from_public(weights, _sizes(options, target.spec), where))
+        contract = _read_contract(path, where, drafter, target)
+    plan = _plan(drafter, form)
+    _drop_constants(tensors, form.constants(options, target.spec), where)
+    notes += _drop_copies(tensors, plan.tensors, target, where)
+    weights = {name: w.astype(np.float32) for name, w in tensors.items()}
+    params = _to_jax(names.from_public(plan, weights, where))
+    notes += _untrained(weights)
     served = drafter
-    if num_draft is not None:
+    if num_draft is not None and num_draft != drafter.layout.num_draft:
         layout = drafter.layout.with_num_draft(num_draft)
-        served = _make(
-            dataclasses.replace(options, num_draft=layout.num_draft), target.spec
+        fewer = _replaced(options, "num_draft", layout.num_draft, where)
+        served = _make(form.name, fewer, target.spec)
+        notes.append(
+            f"it serves {layout.num_draft} of the {drafter.layout.num_draft} drafts a "
+            "round that it was trained for"
         )
     golden_max_abs = None
     if not os.path.isfile(os.path.join(path, GOLDEN)):
-        notes.append("it has no golden round, so its logits were not compared")
+        if plan.pieces:
+            notes.append("it has no golden round, so its logits were not compared")
     elif run_golden:
         golden_max_abs = golden.check(
-            _load_safetensors(os.path.join(path, GOLDEN), where),
+            storage.load_safetensors(os.path.join(path, GOLDEN), where),
             drafter,
             params,
-            frozen_for(target, draft_vocab),
+            frozen_for(target, vocab),
             where,
         )
     return Exported(
         drafter=served,
         params=params,
         contract=contract,
-        draft_vocab=draft_vocab,
+        draft_vocab=vocab,
         weights_sha256=sha,
         golden_max_abs=golden_max_abs,
         notes=tuple(f"{where}: {note}" for note in notes),
@@ -314,23 +341,36 @@ def target_facts(target: Target) -> dict[str, Any]:
 
 
 # One record per options: its compiled golden round is then kept too.
-_make = functools.lru_cache(maxsize=8)(dflash.make)
+_make = functools.lru_cache(maxsize=32)(base.load)
 
 
-def _sizes(options: dflash.Options, target_spec: TargetSpec) -> names.Sizes:
-    return names.Sizes(
-        num_layers=options.num_layers,
-        hidden_size=target_spec.hidden_size,
-        feature_width=len(options.layer_ids) * target_spec.hidden_size,
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        mlp_size=options.mlp_size,
-    )
+@functools.lru_cache(maxsize=32)
+def _plan(drafter: Drafter, form: Form) -> names.Plan:
+    """Which tensors a drafter's leaves become; nothing is allocated."""
+    shapes = names.flatten(jax.eval_shape(drafter.init, jax.random.key(0)))
+    return names.plan(form.pieces(shapes), shapes)
+
+
+def _without_noise(drafter: Drafter, target_spec: TargetSpec) -> Drafter:
+    """The same drafter, training on clean features."""
+    if not getattr(drafter.options, "feature_noise", 0):
+        return drafter
+    options = dataclasses.replace(drafter.options, feature_noise=0.0)
+    return _make(own.path_of(drafter), options, target_spec)
+
+
+def _layout_fields(drafter: Drafter) -> dict[str, Any]:
+    """What a contract says about the drafter itself."""
+    return {
+        "layer_ids": tuple(drafter.needs.layer_ids),
+        "mask_id": getattr(drafter.options, "mask_id", -1),
+        "num_draft": drafter.layout.num_draft,
+        "anchor_predicts": drafter.layout.anchor_predicts,
+    }
 
 
 def _check_contract(
-    contract: Contract, options: dflash.Options, target_spec: TargetSpec, what: str
+    contract: Contract, drafter: Drafter, target_spec: TargetSpec, what: str
 ) -> None:
     """Refuses a contract that does not describe this drafter and these sizes."""
     expected = dataclasses.replace(
@@ -338,203 +378,159 @@ def _check_contract(
         vocab_size=target_spec.vocab_size,
         hidden_size=target_spec.hidden_size,
         num_layers=target_spec.num_layers,
-        layer_ids=tuple(options.layer_ids),
-        mask_id=options.mask_id,
-        num_draft=options.num_draft,
-        anchor_predicts=False,
+        **_layout_fields(drafter),
     )
     require_same(expected, contract, what)
 
 
-def _read_contract(
-    path: str, where: str, options: dflash.Options, target: Target
-) -> Contract:
+def _read_contract(path: str, where: str, drafter: Drafter, target: Target) -> Contract:
     file = os.path.join(path, CONTRACT)
     with open(file, encoding="utf-8") as handle:
         contract = contract_from_json(handle.read(), file)
     expected = dataclasses.replace(contract, **target_facts(target))
     require_same(expected, contract, where, TARGET_FACTS)
-    _check_contract(contract, options, target.spec, where)
+    _check_contract(contract, drafter, target.spec, where)
     return contract
 
 
-def _assumed_contract(options: dflash.Options, target: Target) -> Contract:
+def _assumed_contract(drafter: Drafter, target: Target) -> Contract:
     return Contract(
-        target=target.spec.name,
-        layer_ids=tuple(options.layer_ids),
-        mask_id=options.mask_id,
-        num_draft=options.num_draft,
-        **target_facts(target),
+        target=target.spec.name, **_layout_fields(drafter), **target_facts(target)
     )
 
 
-def _check_whole(path: str, where: str) -> dict[str, Any] | None:
-    """The manifest of a folder of ours, None of another's; refuses a torn one."""
-    if not os.path.isdir(path):
-        raise UserError(f"{where} is not there; {_NAME_ONE}")
-    if not os.path.isfile(os.path.join(path, MANIFEST)):
-        if os.path.isfile(os.path.join(path, CONTRACT)):
-            raise UserError(
-                f"{where} has {CONTRACT} but no {MANIFEST}, so it is not whole; export "
-                "the drafter again"
-            )
-        return None
-    manifest = _read_json(os.path.join(path, MANIFEST), where)
-    shas = manifest.get("sha256")
-    if manifest.get("format") != FORMAT or not isinstance(shas, dict):
-        raise UserError(
-            f"{where}: {MANIFEST} has format {manifest.get('format')!r}, expected "
-            f"{FORMAT}; export the drafter again with this version"
-        )
-    for name in {CONFIG, CONTRACT, WEIGHTS} - set(shas):
-        raise UserError(f"{where}: {MANIFEST} does not list {name}; export it again")
-    for name, expected in sorted(shas.items()):
-        file = os.path.join(path, name)
-        if os.path.basename(name) != name or not os.path.isfile(file):
-            raise UserError(f"{where} lacks {name}; copy or export the folder again")
-        if files_lib.sha256_of(file) != expected:
-            raise UserError(
-                f"{where}: {name} is not the file that was exported (its sha256 "
-                f"differs from {MANIFEST}); copy or export the folder again"
-            )
-    return manifest
-
-
-def _read_weights(
-    path: str, where: str, vocab_size: int | None = None
-) -> tuple[dict[str, np.ndarray], DraftVocab | None, str]:
-    """Plain name -> float32 array; the vocabulary map; sha256 of the file(s)."""
-    files = _weight_files(path, where)
-    tensors: dict[str, np.ndarray] = {}
-    shas = []
-    for name in files:
-        file = os.path.join(path, name)
-        tensors |= _load_safetensors(file, where)
-        shas.append(files_lib.sha256_of(file))
-    sha = shas[0]
-    if len(shas) > 1:
-        sha = hashlib.sha256("".join(shas).encode()).hexdigest()
-    plain = {p: tensors[n] for p, n in names.strip_prefix(tensors).items()}
-    d2t, t2d = plain.pop(names.D2T, None), plain.pop(names.T2D, None)
-    weights = {}
-    for name, tensor in plain.items():
-        if tensor.dtype.kind != "f" and tensor.dtype != DTYPES["bfloat16"]:
-            raise UserError(
-                f"{where}: tensor {name} has type {tensor.dtype}; save the weights as "
-                f"one of {', '.join(_FLOATS)}"
-            )
-        weights[name] = tensor.astype(np.float32)
-    return weights, _read_vocab(d2t, t2d, vocab_size, where), sha
-
-
-def _read_vocab(
-    d2t: np.ndarray | None, t2d: np.ndarray | None, vocab_size: int | None, where: str
-) -> DraftVocab | None:
-    if d2t is None and t2d is None:
-        return None
-    if d2t is None or t2d is None:
-        missing = names.D2T if d2t is None else names.T2D
-        raise UserError(
-            f"{where} lacks tensor {missing}; a reduced vocabulary needs both d2t and "
-            "t2d"
-        )
-    if d2t.ndim != 1 or d2t.dtype.kind not in "iu":
-        raise UserError(
-            f"{where}: tensor d2t is {d2t.dtype} of shape {d2t.shape}, expected int64 "
-            "offsets, one per draft token"
-        )
-    if t2d.dtype != np.bool_ or vocab_size not in (None, len(t2d)):
-        raise UserError(
-            f"{where}: tensor t2d is {t2d.dtype} of shape {t2d.shape}, expected bool, "
-            f"one per target token ({vocab_size})"
-        )
-    try:
-        return from_offsets(d2t, t2d)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
-def _check_draft_vocab(
-    config: Mapping[str, Any], draft_vocab: DraftVocab | None, where: str
+def _check_vocab(
+    vocab: DraftVocab | None,
+    drafter: Drafter,
+    target_spec: TargetSpec,
+    probe: golden.Probe | None,
 ) -> None:
+    """Refuses a map for another target, drafter or probe."""
+    size = target_spec.vocab_size
+    if vocab is not None and vocab.vocab_size != size:
+        raise UserError(
+            f"draft vocabulary was made for {vocab.vocab_size} target tokens but the "
+            f"target has {size}; rebuild the map for this target"
+        )
+    columns = size if vocab is None else vocab.size
+    own = getattr(drafter.options, "draft_vocab_size", 0) or 0
+    if own and own != columns:
+        raise UserError(
+            f"drafter.options.draft_vocab_size={own} but {columns} tokens are to be "
+            "exported; export with the vocabulary map it was trained with"
+        )
+    if probe is not None and probe.frozen.head_DU.shape[1] != columns:
+        raise UserError(
+            f"golden probe has {probe.frozen.head_DU.shape[1]} head columns but the "
+            f"drafter proposes {columns} tokens; make it with the same draft "
+            "vocabulary"
+        )
+
+
+def _with_vocab(
+    options: Any,
+    config: Mapping[str, Any],
+    form: Form,
+    vocab: DraftVocab | None,
+    tensors: Mapping[str, np.ndarray],
+    target_spec: TargetSpec,
+    where: str,
+) -> Any:
+    """Options with the vocabulary's size; config and weights must agree on it."""
     said = config.get("draft_vocab_size")
-    stored = config["vocab_size"] if draft_vocab is None else draft_vocab.size
+    stored = target_spec.vocab_size if vocab is None else vocab.size
     if said is not None and said != stored:
         raise UserError(
             f"{where}: draft_vocab_size is {said} but the weights can propose {stored} "
             "tokens; weights and config.json are not of one drafter"
         )
-
-
-def _weight_files(path: str, where: str) -> list[str]:
-    if os.path.isfile(os.path.join(path, WEIGHTS)):
-        return [WEIGHTS]
-    if not os.path.isfile(os.path.join(path, INDEX)):
-        raise UserError(f"{where} has neither {WEIGHTS} nor {INDEX}; {_NAME_ONE}")
-    weight_map = _read_json(os.path.join(path, INDEX), where).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{where}: {INDEX} has no weight_map; copy the folder again")
-    files = sorted(set(weight_map.values()))
-    for name in files:
-        there = os.path.isfile(os.path.join(path, name))
-        if os.path.basename(name) != name or not there:
-            raise UserError(f"{where} lacks {name}, which {INDEX} lists; copy it again")
-    return files
-
-
-def _load_safetensors(file: str, where: str) -> dict[str, np.ndarray]:
-    try:
-        return safetensors.numpy.load_file(file)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+    if form.table is not None and hasattr(options, "draft_vocab_size"):
+        rows = tensors[form.table].shape[0] if form.table in tensors else stored
+        # A drafter of the whole vocabulary may be served over a part of it.
+        if rows in (stored, target_spec.vocab_size):
+            return dataclasses.replace(options, draft_vocab_size=rows)
         raise UserError(
-            f"{where}: {os.path.basename(file)} is not a whole safetensors file "
-            f"({error}); copy or export the folder again"
-        ) from error
+            f"{where}: tensor {form.table} has {rows} rows, but the vocabulary map "
+            f"names {stored} of the target's {target_spec.vocab_size} tokens; weights "
+            "and map are not of one drafter"
+        )
+    return options
 
 
-def _read_json(file: str, where: str) -> dict[str, Any]:
-    name = os.path.basename(file)
-    if not os.path.isfile(file):
-        raise UserError(f"{where} has no {name}; {_NAME_ONE}")
-    try:
-        with open(file, encoding="utf-8") as handle:
-            value = json.load(handle)
-    except ValueError as error:
+def _replaced(options: Any, field: str, value: Any, where: str) -> Any:
+    if not hasattr(options, field):
         raise UserError(
-            f"{where}: {name} is not json ({error}); copy or export the folder again"
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: {name} is not a json object; copy the folder again")
-    return value
+            f"{where}: its drafter has no option {field}, so {value} cannot be set; "
+            "leave it out"
+        )
+    return dataclasses.replace(options, **{field: value})
+
+
+def _drop_constants(
+    tensors: dict[str, np.ndarray], constants: Mapping[str, np.ndarray], where: str
+) -> None:
+    """Takes out tensors that no leaf holds; another value is refused."""
+    for name, expected in constants.items():
+        found = tensors.pop(name, None)
+        if found is None:
+            continue
+        if (
+            found.shape != expected.shape
+            or (found.astype(np.float32) != expected).any()
+        ):
+            raise UserError(
+                f"{where}: tensor {name} is not {expected.flat[0]:g} everywhere, and "
+                "this drafter has no such weight; it cannot be represented here"
+            )
+
+
+def _drop_copies(
+    tensors: dict[str, np.ndarray],
+    expected: Mapping[str, Any],
+    target: Target,
+    where: str,
+) -> list[str]:
+    """Takes out frozen copies of the target's embedding and head.
+
+    Raises:
+      UserError: such a table is not the target's.
+    """
+    tree = target.params["params"]
+    notes = []
+    for name, ours in ((EMBEDDING, tree["embed"]), (HEAD, tree["head"].T)):
+        if name in expected or name not in tensors:
+            continue
+        found = tensors.pop(name).astype(np.float32)
+        own = np.asarray(ours, np.float32)
+        same = found.shape == own.shape and bool(
+            np.abs(found - own).max() <= _COPY_TOLERANCE * np.abs(own).max()
+        )
+        if not same:
+            raise UserError(
+                f"{where}: tensor {name} is not a copy of the target's, and this "
+                f"drafter borrows the target's own; use it with the target it was "
+                "trained for"
+            )
+        notes.append(f"{name} is a copy of the target's and was left out")
+    return notes
+
+
+def _untrained(weights: Mapping[str, np.ndarray]) -> list[str]:
+    """A sentence on tensors that still look as an initialiser made them."""
+    found = names.untrained(weights)
+    if not found:
+        return []
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return [
+        f"tensor {', '.join(found[:3])}{more} holds one number throughout, as before "
+        "training"
+    ]
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
 
 
 def _to_jax(tree: dict[str, Any]) -> dict[str, Any]:
     # Copies: a host buffer handed over must never be reused.
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), tree)
-
-
-def _check_replaceable(path: str) -> None:
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise UserError(f"export.path={path!r} is a file; name a folder")
-    other = os.path.isdir(path) and os.listdir(path)
-    if other and not os.path.isfile(os.path.join(path, MANIFEST)):
-        raise UserError(
-            f"export.path={path!r} holds something that is not an exported drafter; "
-            "name a new or an empty folder"
-        )
-
-
-def _put_in_place(work: str, path: str) -> None:
-    """Renames `work` to `path`; an earlier folder there leaves first."""
-    if os.path.isdir(path):
-        aside = work + "-replaced"
-        os.rename(path, aside)
-        try:
-            os.rename(work, path)
-        except OSError:
-            os.rename(aside, path)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        os.rename(work, path)
-    files_lib.sync_folder(os.path.dirname(path))

@@ -1,14 +1,16 @@
 """The golden round: draft logits that travel with the weights.
 
-A probe is a short text the target ran, its features and a few anchors. At
-export the drafter, read back from the files just written, drafts once at every
-anchor; top logits, random projections of whole rows and tokens are stored. A
-reader drafts again and compares, so that a wrong transpose, rotary base, mask
-or precision is found at load time and not as a poor accept length.
+A probe is a short text the target ran, its features, last hidden rows and a few
+anchors. At export the drafter, read back from the files just written, drafts once
+at every anchor, greedily; top logits, random projections of whole rows, tokens and
+confidences are stored. A reader drafts again and compares, so that a wrong
+transpose, rotary base, mask or precision is found at load time and not as a poor
+accept length.
 
 The same probe answers whether training and serving see the same drafter:
 `train_outputs` and `prefill` + `propose` must give equal logits for the same
-prefix.
+prefix. Training is given the text with the drafts that serving chose in it, so
+that rows which depend on earlier drafts have the same prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.core import masks
+from spec_jax.core import block_layout, masks
 from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.core.proposal import TokenLaw
@@ -44,6 +46,8 @@ LOOSE_TOLERANCE = 0.05
 _TOP = 32
 _PROJECTIONS = 8
 _ANCHORS = 4
+# Of so many candidates one may be another one: unary logits that nearly tie.
+_EDGE = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,14 +57,34 @@ class Probe:
     Attributes:
       tokens_S: [S] int32 ids the target ran.
       features_SLD: [S, L, D] float32 captured features of every row.
+      hidden_SD: [S, D] float32 last hidden state after the target's final norm.
       anchors: positions drafted from; each needs a row before it and M after.
       frozen: the target's embedding and head columns.
     """
 
     tokens_S: np.ndarray
     features_SLD: np.ndarray
+    hidden_SD: np.ndarray
     anchors: tuple[int, ...]
     frozen: Frozen
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Round:
+    """What a drafter proposed at each of K anchors.
+
+    Attributes:
+      logits_KMU: logits that were drawn from; -inf where a row had no such
+        candidate.
+      tokens_KM: target ids of the drafts.
+      usable_K: drafts before the first row that is not finite.
+      confidence_KM: log-odds, or None.
+    """
+
+    logits_KMU: np.ndarray
+    tokens_KM: np.ndarray
+    usable_K: np.ndarray
+    confidence_KM: np.ndarray | None
 
 
 def probe_from_target(
@@ -95,60 +119,128 @@ def probe_from_target(
         anchors = sorted({int(a) for a in spread})
     anchors = tuple(int(a) for a in anchors)
     _check_anchors(anchors, size, drafter)
-    features_SLD = _capture_program(target.spec, drafter.needs.layer_ids)(
+    features_SLD, hidden_SD = _capture_program(target.spec, drafter.needs.layer_ids)(
         target.params, jnp.asarray(tokens_S)[None]
     )
     return Probe(
         tokens_S,
         np.asarray(features_SLD, np.float32),
+        np.asarray(hidden_SD, np.float32),
         anchors,
         frozen_for(target, draft_vocab),
     )
 
 
+def serve(drafter: Drafter, params: Any, probe: Probe) -> Round:
+    """Drafts greedily at each anchor, through `prefill` and `propose`."""
+    probe = _checked(probe, drafter)
+    run = _serving_program(drafter)
+    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
+    features_SLD = jnp.asarray(probe.features_SLD)
+    hidden_SD = jnp.asarray(probe.hidden_SD)
+    rounds = []
+    with jax.default_matmul_precision("highest"):
+        for anchor in probe.anchors:
+            at = jnp.asarray(anchor, jnp.int32)
+            made = jax.device_get(
+                run(params, probe.frozen, tokens_1S, features_SLD, hidden_SD, at)
+            )
+            rounds.append(made)
+    logits, ids, tokens, usable, confidence = zip(*rounds, strict=True)
+    logits_KMU = np.stack(logits).astype(np.float32)
+    if ids[0] is not None:
+        logits_KMU = _scatter(logits_KMU, np.stack(ids), probe.frozen)
+    return Round(
+        logits_KMU,
+        np.stack(tokens),
+        np.stack(usable),
+        None if confidence[0] is None else np.stack(confidence),
+    )
+
+
 def serving_logits(drafter: Drafter, params: Any, probe: Probe) -> np.ndarray:
     """Draft logits `[K, M, U]` at each anchor, through `prefill` and `propose`."""
-    return _serve(drafter, params, probe)[0]
+    return serve(drafter, params, probe).logits_KMU
 
 
-def training_logits(drafter: Drafter, params: Any, probe: Probe) -> np.ndarray:
-    """Draft logits `[K, M, U]` at each anchor, through `train_outputs`.
+def train(
+    drafter: Drafter, params: Any, probe: Probe, tokens_KM: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Draft logits and confidences at each anchor, through `train_outputs`.
 
     Only an anchor and its next token are supervised, so it is the one position
     that can be sampled.
+
+    Args:
+      drafter: without noise on its features.
+      params: its parameters.
+      probe: the text.
+      tokens_KM: drafts that follow each anchor; None: the text's own tokens.
+
+    Returns:
+      Logits `[K, R, U]` of the R rows that training makes, and `[K, R]` log-odds or
+      None.
     """
     probe = _checked(probe, drafter)
     run = _training_program(drafter)
-    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
-    features_1SLD = jnp.asarray(probe.features_SLD)[None]
-    rows = []
+    size = len(probe.tokens_S)
+    teacher = jnp.asarray(probe.hidden_SD)[None] if drafter.needs.teacher else None
+    logits, confidences = [], []
     with jax.default_matmul_precision("highest"):
-        for anchor in probe.anchors:
-            supervised_1S = np.zeros(tokens_1S.shape, bool)
+        for index, anchor in enumerate(probe.anchors):
+            tokens_S = np.array(probe.tokens_S, np.int32)
+            if tokens_KM is not None:
+                at = block_layout.label_positions(drafter.layout, np.asarray(anchor))
+                tokens_S[np.asarray(at)] = tokens_KM[index]
+            supervised_1S = np.zeros((1, size), bool)
             supervised_1S[0, anchor : anchor + 2] = True
             batch = Batch(
-                tokens_BS=tokens_1S,
+                tokens_BS=jnp.asarray(tokens_S)[None],
                 supervised_BS=jnp.asarray(supervised_1S),
-                length_B=jnp.full((1,), tokens_1S.shape[1], jnp.int32),
-                features_BSLD=features_1SLD,
+                length_B=jnp.full((1,), size, jnp.int32),
+                features_BSLD=jnp.asarray(probe.features_SLD)[None],
+                teacher_BSD=teacher,
             )
-            logits_XMU, anchors_X, valid_XM = run(params, probe.frozen, batch)
-            found = (np.asarray(anchors_X) == anchor) & (np.asarray(valid_XM)[:, 0] > 0)
+            logits_XMU, confidence_XM, anchors_X, valid_XM = jax.device_get(
+                run(params, probe.frozen, batch)
+            )
+            found = (anchors_X == anchor) & (valid_XM[:, 0] > 0)
             if not found.any():
                 raise ValueError(
-                    f"drafter {drafter.name!r} sampled anchors "
-                    f"{np.asarray(anchors_X).tolist()} where only {anchor} has a "
-                    "supervised next token; fix its anchor sampling"
+                    f"drafter {drafter.name!r} sampled anchors {anchors_X.tolist()} "
+                    f"where only {anchor} has a supervised next token; fix its anchor "
+                    "sampling"
                 )
-            rows.append(np.asarray(logits_XMU)[int(np.argmax(found))])
-    return np.stack(rows)
+            row = int(np.argmax(found))
+            logits.append(logits_XMU[row])
+            if confidence_XM is not None:
+                confidences.append(confidence_XM[row])
+    return np.stack(logits), np.stack(confidences) if confidences else None
+
+
+def training_logits(
+    drafter: Drafter, params: Any, probe: Probe, tokens_KM: np.ndarray | None = None
+) -> np.ndarray:
+    """Draft logits `[K, R, U]` at each anchor, see `train`."""
+    return train(drafter, params, probe, tokens_KM)[0]
 
 
 def parity_max_abs(drafter: Drafter, params: Any, probe: Probe) -> float:
-    """Largest difference of training-time and serving-time draft logits."""
-    served_KMU = serving_logits(drafter, params, probe)
-    trained_KMU = training_logits(drafter, params, probe)
-    return _max_abs(served_KMU - trained_KMU)
+    """Largest difference of training-time and serving-time logits and confidences.
+
+    Training follows the drafts that serving chose. A drafter may train on fewer
+    rows than it serves (EAGLE trains one); those are compared.
+    """
+    served = serve(drafter, params, probe)
+    logits_KRU, confidence_KR = train(drafter, params, probe, served.tokens_KM)
+    rows = min(logits_KRU.shape[1], served.tokens_KM.shape[1])
+    served_KRU = served.logits_KMU[:, :rows]
+    gap_KRU = _gap(served_KRU, logits_KRU[:, :rows])
+    worst = np.where(np.isneginf(served_KRU), 0.0, gap_KRU).max()
+    if served.confidence_KM is not None and confidence_KR is not None:
+        gap_KR = _gap(served.confidence_KM[:, :rows], confidence_KR[:, :rows])
+        worst = max(worst, gap_KR.max())
+    return float(worst)
 
 
 def record(drafter: Drafter, params: Any, probe: Probe) -> dict[str, np.ndarray]:
@@ -158,27 +250,34 @@ def record(drafter: Drafter, params: Any, probe: Probe) -> dict[str, np.ndarray]
       ValueError: the drafter offers no usable draft, or logits are not finite:
         such weights must not be exported.
     """
-    logits_KMU, tokens_KM, usable_K = _serve(drafter, params, probe)
+    made = serve(drafter, params, probe)
     num_draft = drafter.layout.num_draft
-    if not np.isfinite(logits_KMU).all() or (usable_K < num_draft).any():
+    # A row of -inf and numbers is a row of candidates; NaN and +inf are neither.
+    bad = np.isnan(made.logits_KMU).any() or np.isposinf(made.logits_KMU).any()
+    if bad or (made.usable_K < num_draft).any():
         raise ValueError(
-            f"drafter {drafter.name!r} gives {usable_K.tolist()} usable drafts of "
+            f"drafter {drafter.name!r} gives {made.usable_K.tolist()} usable drafts of "
             f"{num_draft} at golden positions {list(probe.anchors)}; its weights are "
             "not finite, so keep an earlier checkpoint"
         )
-    top_ids_KMT = np.argsort(-logits_KMU, -1, kind="stable")[..., :_TOP]
+    kept = min(_TOP, int(np.isfinite(made.logits_KMU).sum(-1).min()))
+    top_ids_KMT = np.argsort(-made.logits_KMU, -1, kind="stable")[..., :kept]
     head = probe.frozen.head_DU
-    return {
+    arrays = {
         "tokens": probe.tokens_S.astype(np.int32),
         "features": probe.features_SLD.astype(np.float32),
+        "hidden": probe.hidden_SD.astype(np.float32),
         "anchors": np.asarray(probe.anchors, np.int32),
         "top_ids": top_ids_KMT.astype(np.int32),
-        "top_logits": np.take_along_axis(logits_KMU, top_ids_KMT, -1),
-        "projections": _project(logits_KMU),
-        "draft_tokens": tokens_KM.astype(np.int32),
+        "top_logits": np.take_along_axis(made.logits_KMU, top_ids_KMT, -1),
+        "projections": _project(made.logits_KMU),
+        "draft_tokens": made.tokens_KM.astype(np.int32),
         # Not a string: safetensors stores numbers only.
         "head_bits": np.asarray([jnp.finfo(head.dtype).bits], np.int32),
     }
+    if made.confidence_KM is not None:
+        arrays["confidence"] = made.confidence_KM.astype(np.float32)
+    return arrays
 
 
 def check(
@@ -189,6 +288,9 @@ def check(
     where: str,
 ) -> float:
     """Drafts the stored round again and compares.
+
+    Where two logits nearly tie, another draft may be taken; the rows after it have
+    another prefix and are not compared.
 
     Args:
       stored: arrays that `record` made.
@@ -208,6 +310,7 @@ def check(
         probe = Probe(
             stored["tokens"],
             stored["features"],
+            stored["hidden"],
             tuple(int(a) for a in stored["anchors"]),
             frozen,
         )
@@ -218,23 +321,48 @@ def check(
         raise UserError(
             f"{where}: the golden round lacks {error}; export the drafter again"
         ) from error
-    logits_KMU, drafted_KM, usable_K = _serve(drafter, params, probe)
-    if top_ids.max() >= logits_KMU.shape[-1] or top_ids.shape[:2] != drafted_KM.shape:
+    made = serve(drafter, params, probe)
+    size_u = made.logits_KMU.shape[-1]
+    if top_ids.max() >= size_u or top_ids.shape[:2] != made.tokens_KM.shape:
         raise UserError(
             f"{where}: the golden round was made for another block size or vocabulary; "
             "export the drafter again"
         )
-    found = np.take_along_axis(logits_KMU, top_ids, -1)
-    worst = max(
-        _max_abs(found - top_logits), _max_abs(_project(logits_KMU) - projections)
-    )
     allowed = TOLERANCE
     if bits != jnp.finfo(frozen.head_DU.dtype).bits:
         allowed = LOOSE_TOLERANCE * float(np.abs(top_logits).max())
-    # A token may differ only where two logits are nearly equal.
+    # Rows up to the first other draft have the prefix they had.
+    same_KM = made.tokens_KM == tokens_KM
+    first_K1 = np.ones((same_KM.shape[0], 1), bool)
+    prefix_KM = np.concatenate([first_K1, np.cumprod(same_KM[:, :-1], 1) > 0], 1)
     gap = top_logits[..., 0] - top_logits[..., 1] if top_logits.shape[-1] > 1 else 1.0
-    moved = (drafted_KM != tokens_KM) & (gap > 2 * allowed)
-    if worst > allowed or moved.any() or (usable_K < drafter.layout.num_draft).any():
+    moved = ~same_KM & prefix_KM & (gap > 2 * allowed)
+
+    found = np.take_along_axis(made.logits_KMU, top_ids, -1)
+    absent = np.isneginf(found)
+    if np.isneginf(made.logits_KMU).any():
+        edge = max(1, top_ids.shape[-1] // _EDGE)
+        excused = absent & (absent.sum(-1, keepdims=True) <= edge)
+        found = np.where(excused, top_logits, found)
+        projected = projections
+    else:
+        projected = _project(made.logits_KMU)
+    off_KM = np.maximum(
+        _gap(found, top_logits).max(-1), _gap(projected, projections).max(-1)
+    )
+    if "confidence" in stored:
+        if made.confidence_KM is None:
+            raise UserError(
+                f"{where}: its golden round has confidences, but the drafter gives "
+                "none; export the drafter again"
+            )
+        off_KM = np.maximum(off_KM, _gap(made.confidence_KM, stored["confidence"]))
+    worst = float(np.where(prefix_KM, off_KM, 0).max())
+    if (
+        worst > allowed
+        or moved.any()
+        or (made.usable_K < drafter.layout.num_draft).any()
+    ):
         raise UserError(
             f"{where}: its golden round differs by {worst:.3g} in the draft logits "
             f"(allowed {allowed:.3g}), so these weights do not compute here what they "
@@ -258,21 +386,32 @@ def _check_anchors(anchors: Sequence[int], size: int, drafter: Drafter) -> None:
 def _checked(probe: Probe, drafter: Drafter) -> Probe:
     size = len(probe.tokens_S)
     _check_anchors(probe.anchors, size, drafter)
-    expected = (size, drafter.needs.num_layers, drafter.needs.width)
-    if probe.features_SLD.shape != expected:
-        raise UserError(
-            f"golden features have shape {probe.features_SLD.shape}, expected "
-            f"{expected}; capture the drafter's own layers"
-        )
+    needs = drafter.needs
+    for name, found, expected in (
+        ("features", probe.features_SLD.shape, (size, needs.num_layers, needs.width)),
+        ("hidden rows", probe.hidden_SD.shape, (size, needs.width)),
+    ):
+        if found != expected:
+            raise UserError(
+                f"golden {name} have shape {found}, expected {expected}; capture the "
+                "drafter's own layers"
+            )
     return probe
 
 
-# Programs are kept: exports of a run, and a folder read twice, compile once.
-@functools.lru_cache(maxsize=8)
-def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
-    """(target params, tokens) -> features `[S, L, D]` of one text."""
+def _jit(function: Callable) -> Callable:
+    """Compiles quickly where that matters: a program here runs a few times."""
+    if jax.default_backend() != "cpu":
+        return jax.jit(function)
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
-    @jax.jit
+
+# Programs are kept: exports of a run, and a folder read twice, compile once.
+@functools.lru_cache(maxsize=32)
+def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
+    """(target params, tokens) -> `[S, L, D]` features and `[S, D]` last rows."""
+
+    @_jit
     def run(params, tokens_1S):
         size = tokens_1S.shape[1]
         row_S = jnp.arange(size)
@@ -286,32 +425,44 @@ def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
             jnp.zeros((1,), jnp.int32),
             layer_ids,
         )
-        return out.features_BTLD[0]
+        return out.features_BTLD[0], out.hidden_BTD[0]
 
     return run
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _training_program(drafter: Drafter) -> Callable:
-    """(params, frozen, batch) -> logits of every block, its anchor, validity."""
+    """(params, frozen, batch) -> logits and confidence of every row, anchor, validity.
 
-    @jax.jit
+    Of a selector, the scores of all tokens: the candidates' are among them.
+    """
+
+    @_jit
     def run(params, frozen, batch):
         out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
+        head_DU = frozen.head_DU if out.head_DU is None else out.head_DU
         logits_XMU = jnp.matmul(
-            out.hidden_XMD, frozen.head_DU, preferred_element_type=jnp.float32
+            out.hidden_XMD, head_DU, preferred_element_type=jnp.float32
         )
-        return logits_XMU, out.anchors_BN.reshape(-1), out.valid_XM
+        if out.correction_XME is not None:
+            logits_XMU += out.correction_XME @ out.correction_EU
+        if out.selector is not None:
+            logits_XMU += out.selector.query_XME @ out.selector.successor_UE.T
+        return logits_XMU, out.confidence_XM, out.anchors_BN.reshape(-1), out.valid_XM
 
     return run
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _serving_program(drafter: Drafter) -> Callable:
-    """(params, frozen, tokens, features, anchor) -> logits, ids, usable drafts."""
+    """(params, frozen, tokens, features, hidden, anchor) -> one request's round.
 
-    @jax.jit
-    def run(params, frozen, tokens_1S, features_SLD, anchor):
+    Logits, target ids of a sparse row's candidates or None, drafts, usable drafts,
+    confidence or None.
+    """
+
+    @_jit
+    def run(params, frozen, tokens_1S, features_SLD, hidden_SD, anchor):
         size = tokens_1S.shape[1]
         before_S = jnp.arange(size) < anchor
         length_B = anchor[None].astype(jnp.int32)
@@ -320,70 +471,69 @@ def _serving_program(drafter: Drafter) -> Callable:
             tokens_BT=jnp.where(before_S[None], tokens_1S, 0),
             next_tokens_BT=jnp.where(before_S[None], jnp.roll(tokens_1S, -1, 1), 0),
             features_BTLD=jnp.where(before_S[:, None, None], features_SLD, 0.0)[None],
-            hidden_BTD=jnp.zeros((1, size, features_SLD.shape[-1])),
+            hidden_BTD=jnp.where(before_S[:, None], hidden_SD, 0.0)[None],
             start_B=jnp.zeros((1,), jnp.int32),
             length_B=length_B,
         )
         state = drafter.init_state(1, size + drafter.layout.window)
         state = drafter.prefill(params, frozen, state, rows)
         anchor_B = jnp.take(tokens_1S[0], anchor)[None]
-        proposal, _ = drafter.propose(
-            params, frozen, state, anchor_B, length_B, _greedy(frozen), CHAIN_TOPOLOGY
+        made, _ = drafter.propose(
+            params, frozen, state, anchor_B, length_B, _greedy, CHAIN_TOPOLOGY
         )
-        return proposal.law.logits_BTV[0], proposal.tokens_BM[0], proposal.usable_B[0]
+        confidence = made.confidence_logit_BM
+        return (
+            made.law.logits_BTV[0],
+            made.law.target_ids[0] if made.law.is_sparse else None,
+            made.tokens_BM[0],
+            made.usable_B[0],
+            None if confidence is None else confidence[0],
+        )
 
     return run
 
 
-def _serve(drafter: Drafter, params: Any, probe: Probe):
-    """Logits [K, M, U], target ids [K, M] and usable drafts [K]."""
-    probe = _checked(probe, drafter)
-    run = _serving_program(drafter)
-    tokens_1S = jnp.asarray(probe.tokens_S, jnp.int32)[None]
-    features_SLD = jnp.asarray(probe.features_SLD)
-    with jax.default_matmul_precision("highest"):
-        rounds = [
-            jax.device_get(
-                run(
-                    params,
-                    probe.frozen,
-                    tokens_1S,
-                    features_SLD,
-                    jnp.asarray(anchor, jnp.int32),
-                )
-            )
-            for anchor in probe.anchors
-        ]
-    logits, tokens, usable = (np.stack(each) for each in zip(*rounds, strict=True))
-    return logits.astype(np.float32), tokens, usable
-
-
-def _greedy(frozen: Frozen) -> Callable:
+def _greedy(logits_BTU, first_row: int, target_ids=None):
     """A draw that takes the best id of each row; its law is one-hot there."""
+    del first_row
+    best_BT = jnp.argmax(logits_BTU, -1).astype(jnp.int32)
+    law = TokenLaw(
+        logits_BTV=logits_BTU,
+        inv_temperature_B=jnp.ones(logits_BTU.shape[:1], jnp.float32),
+        floor_BT=jnp.full(best_BT.shape, -jnp.inf, jnp.float32),
+        log_norm_BT=jnp.zeros(best_BT.shape, jnp.float32),
+        one_hot_BT=best_BT,
+        target_ids=target_ids,
+    )
+    return best_BT, law
 
-    def draw(logits_BTU, first_row):
-        del first_row
-        best_BT = jnp.argmax(logits_BTU, -1).astype(jnp.int32)
-        law = TokenLaw(
-            logits_BTV=logits_BTU,
-            inv_temperature_B=jnp.ones(logits_BTU.shape[:1], jnp.float32),
-            floor_BT=jnp.full(best_BT.shape, -jnp.inf, jnp.float32),
-            log_norm_BT=jnp.zeros(best_BT.shape, jnp.float32),
-            one_hot_BT=best_BT,
-            target_ids_U=frozen.target_ids_U,
-        )
-        return best_BT, law
 
-    return draw
+def _scatter(logits_KMC: np.ndarray, ids_KMC: np.ndarray, frozen: Frozen) -> np.ndarray:
+    """Candidates' logits in the columns they are of; -inf elsewhere."""
+    size_u = frozen.head_DU.shape[1]
+    columns_KMC = ids_KMC
+    if frozen.target_ids_U is not None:
+        # Kept ids ascend.
+        columns_KMC = np.searchsorted(np.asarray(frozen.target_ids_U), ids_KMC)
+    full_KMU = np.full((*logits_KMC.shape[:2], size_u), -np.inf, np.float32)
+    np.put_along_axis(full_KMU, columns_KMC, logits_KMC, -1)
+    return full_KMU
 
 
 def _project(logits_KMU: np.ndarray) -> np.ndarray:
-    """Random projections `[K, M, R]` of whole rows: any entry moves them."""
+    """Random projections `[K, M, R]` of whole rows: any entry moves them.
+
+    Of rows that have candidates only, zeros: which ones they are may differ.
+    """
+    if np.isneginf(logits_KMU).any():
+        return np.zeros((*logits_KMU.shape[:2], _PROJECTIONS), np.float32)
     size = logits_KMU.shape[-1]
     noise_UR = np.random.default_rng(0).standard_normal((size, _PROJECTIONS))
     return (logits_KMU.astype(np.float64) @ (noise_UR / size**0.5)).astype(np.float32)
 
 
-def _max_abs(difference: np.ndarray) -> float:
-    """NaN counts as infinite."""
-    return float(np.nan_to_num(np.abs(difference), nan=np.inf).max())
+def _gap(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Absolute differences; what is not finite on either side counts as infinite."""
+    good = np.isfinite(one) & np.isfinite(other)
+    gap = np.subtract(one, other, out=np.zeros(one.shape, np.float32), where=good)
+    return np.where(good, np.abs(gap), np.inf)

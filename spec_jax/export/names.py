@@ -1,17 +1,14 @@
-"""Our fused `[in, out]` DFlash tree and the public tensor names.
+"""Leaves of our trees and tensors of public checkpoints, piece by piece.
 
-Public tensors are `[out, in]`, one per projection (drafter contracts, section
-4.2). Ours are fused per GEMM:
+Our weights are `[in, out]` and fused per GEMM; public ones are `[out, in]`, one
+per projection. A `Piece` says which public tensors one leaf becomes and how, both
+ways; a kind of drafter is a list of pieces. Names, shapes and transforms in both
+directions follow from that list, so that they cannot disagree.
 
-    fc                   [L*D, Dd]             fc.weight [Dd, L*D]
-    hidden_norm, norm    [Dd]
-    layers_i/input_norm  [Dd]                  layers.i.input_layernorm
-    layers_i/qkv         [Dd, G, H/G + 2, C]   self_attn.{q,k,v}_proj
-    layers_i/q_norm      [C]                   self_attn.q_norm (k_norm alike)
-    layers_i/out         [H*C, Dd]             self_attn.o_proj
-    layers_i/mlp_norm    [Dd]                  post_attention_layernorm
-    layers_i/gate_up     [Dd, 2, F]            mlp.{gate,up}_proj
-    layers_i/down        [F, Dd]               mlp.down_proj
+    linear    [I, O]               name.weight [O, I]
+    table     [..]                 name        [..], as it is
+    heads     [I, G, H/G + 2, C]   {q,k,v}_proj.weight: [H*C, I], [G*C, I], [G*C, I]
+    gate_up   [I, 2, F]            {gate,up}_proj.weight, each [F, I]
 
 Query head h of a public tensor is head (h // (H/G), h % (H/G)) here.
 """
@@ -19,274 +16,279 @@ Query head h of a public tensor is head (h // (H/G), h % (H/G)) here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core.errors import UserError
 
 D2T = "d2t"
 T2D = "t2d"
-
-_LAYER_NAMES = {
-    "input_layernorm",
-    "post_attention_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-}
+# Inside `params`, the parts of a leaf's path are joined by this.
+_JOIN = "/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes that the names and shapes follow from.
+class Piece:
+    """One leaf of the tree and the public tensors it becomes.
 
     Attributes:
-      num_layers: draft layers.
-      hidden_size: Dd.
-      feature_width: L * D, width of the concatenated context features.
-      num_heads: H.
-      num_kv_heads: G.
-      head_dim: C.
-      mlp_size: F.
+      path: of the leaf, "layers_0/qkv".
+      names: public tensors, in the order of `split`.
+      split: leaf -> tuple of tensors (works on numpy and on traced arrays).
+      fuse: tensors -> leaf, its inverse.
     """
 
-    num_layers: int
-    hidden_size: int
-    feature_width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head, H / G."""
-        return self.num_heads // self.num_kv_heads
+    path: str
+    names: tuple[str, ...]
+    split: Callable[[Any], tuple[Any, ...]]
+    fuse: Callable[..., Any]
 
 
-def sizes_of(params: Mapping[str, Any]) -> Sizes:
-    """Sizes of a DFlash tree of arrays or of shapes (`jax.eval_shape`).
-
-    Raises:
-      UserError: the tree is not a DFlash tree with per-head q/k norms.
-    """
-    tree = params["params"]
-    num_layers = sum(name.startswith("layers_") for name in tree)
-    expected = {"fc", "hidden_norm", "norm"}
-    expected |= {f"layers_{i}" for i in range(num_layers)}
-    if set(tree) != expected or not num_layers:
-        raise UserError(
-            f"drafter parameters {sorted(tree)} are not a DFlash tree "
-            f"({sorted(expected)}); only DFlash drafters have this folder form"
-        )
-    first = tree["layers_0"]
-    if "q_norm" not in first or "k_norm" not in first:
-        raise UserError(
-            "drafter.options.qk_norm is False, and the public DFlash classes always "
-            "normalise queries and keys; train with qk_norm=True to export"
-        )
-    _, num_kv_heads, fused, head_dim = first["qkv"].shape
-    feature_width, hidden_size = tree["fc"].shape
-    return Sizes(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        feature_width=feature_width,
-        num_heads=num_kv_heads * (fused - 2),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlp_size=first["gate_up"].shape[-1],
-    )
+def table(path: str, name: str) -> Piece:
+    """A leaf that is stored as it is: a norm, an embedding, a bias."""
+    return Piece(path, (name,), lambda leaf: (leaf,), lambda tensor: tensor)
 
 
-def public_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Public name -> shape of every weight, without the vocabulary map."""
-    d, c, f = sizes.hidden_size, sizes.head_dim, sizes.mlp_size
-    q, kv = sizes.num_heads * c, sizes.num_kv_heads * c
-    layer = {
-        "input_layernorm": (d,),
-        "post_attention_layernorm": (d,),
-        "self_attn.q_proj": (q, d),
-        "self_attn.k_proj": (kv, d),
-        "self_attn.v_proj": (kv, d),
-        "self_attn.o_proj": (d, q),
-        "self_attn.q_norm": (c,),
-        "self_attn.k_norm": (c,),
-        "mlp.gate_proj": (f, d),
-        "mlp.up_proj": (f, d),
-        "mlp.down_proj": (d, f),
-    }
-    shapes = {
-        "fc.weight": (d, sizes.feature_width),
-        "hidden_norm.weight": (d,),
-        "norm.weight": (d,),
-    }
-    for i in range(sizes.num_layers):
-        for name, shape in layer.items():
-            shapes[f"layers.{i}.{name}.weight"] = shape
-    return shapes
+def linear(path: str, name: str) -> Piece:
+    """A projection `[I, O]`; public `[O, I]`."""
+    return Piece(path, (name,), lambda leaf: (leaf.T,), lambda tensor: tensor.T)
 
 
-def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Plain name -> stored name; a `model.` before every weight is optional.
+def heads(path: str, prefix: str, shape: Sequence[int]) -> Piece:
+    """Fused queries, keys and values of shape `[I, G, H/G + 2, C]`."""
+    size_in, groups, fused, channels = shape
+    group = fused - 2
 
-    The vocabulary map never has the prefix.
-    """
-    names = list(names)
-    weights = [name for name in names if name not in (D2T, T2D)]
-    prefix = "model." if all(name.startswith("model.") for name in weights) else ""
-    return {name if name in (D2T, T2D) else name[len(prefix) :]: name for name in names}
+    def split(leaf):
+        leaf = leaf.transpose(1, 2, 3, 0)
+        parts = leaf[:, :group], leaf[:, group], leaf[:, group + 1]
+        return tuple(part.reshape(-1, size_in) for part in parts)
+
+    def fuse(q, k, v):
+        def one(weight, per_group):
+            whole = weight.reshape(groups, per_group, channels, size_in)
+            return whole.transpose(3, 0, 1, 2)
+
+        return np.concatenate([one(q, group), one(k, 1), one(v, 1)], 2)
+
+    names = tuple(f"{prefix}{part}_proj.weight" for part in "qkv")
+    return Piece(path, names, split, fuse)
 
 
-def check_tensors(
-    shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, where: str
-) -> None:
-    """Refuses a set of weights that is not exactly the public one.
+def gate_up(path: str, prefix: str) -> Piece:
+    """Fused gate and up projections `[I, 2, F]`."""
+
+    def split(leaf):
+        return leaf[:, 0].T, leaf[:, 1].T
+
+    def fuse(gate, up):
+        return np.stack([gate.T, up.T], 1)
+
+    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    return Piece(path, names, split, fuse)
+
+
+def layer_pieces(
+    layer: Mapping[str, Any], path: str, prefix: str, norms: Mapping[str, str]
+) -> list[Piece]:
+    """Pieces of a decoder layer, for the leaves it has.
 
     Args:
-      shapes: plain name -> shape of the weights (no vocabulary map).
-      sizes: what the configuration says.
-      where: names the folder or file in the error.
-
-    Raises:
-      UserError: a tensor is missing, surplus or misshaped; it names them.
+      layer: name -> leaf or shape.
+      path: of the layer in the tree, "layers_0/".
+      prefix: of its public tensors, "layers.0.".
+      norms: our name of each norm -> its public name.
     """
-    expected = public_shapes(sizes)
-    for verb, fix, some in (
-        (
-            "lacks",
-            "export the drafter again",
-            sorted(set(expected) - set(shapes)),
-        ),
-        (
-            "has unknown",
-            "only plain DFlash weights are read here",
-            sorted(set(shapes) - set(expected)),
-        ),
-    ):
-        if some:
-            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
-            raise UserError(f"{where} {verb} tensor {', '.join(some[:3])}{more}; {fix}")
-    for name, shape in expected.items():
-        if tuple(shapes[name]) != shape:
-            raise UserError(
-                f"{where}: tensor {name} has shape {tuple(shapes[name])} where the "
-                f"configuration gives {shape}; weights and config.json are not of one "
-                "drafter"
-            )
+    found = []
+    for name, leaf in layer.items():
+        at = path + name
+        if name == "qkv":
+            found.append(heads(at, f"{prefix}self_attn.", leaf.shape))
+        elif name == "out":
+            found.append(linear(at, f"{prefix}self_attn.o_proj.weight"))
+        elif name == "gate_up":
+            found.append(gate_up(at, f"{prefix}mlp."))
+        elif name == "down":
+            found.append(linear(at, f"{prefix}mlp.down_proj.weight"))
+        elif name in ("q_norm", "k_norm"):
+            found.append(table(at, f"{prefix}self_attn.{name}.weight"))
+        elif name in norms:
+            found.append(table(at, f"{prefix}{norms[name]}.weight"))
+    return found
 
 
-def to_public(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Splits and transposes a DFlash tree into public tensors.
+def flatten(tree: Any) -> dict[str, Any]:
+    """Path -> leaf of the tree inside `{"params": tree}`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree.get("params", {}))[0]
+    return {_JOIN.join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `flatten`; without leaves, the tree of a drafter that has none."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split(_JOIN)
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return {"params": tree} if tree else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All pieces of one drafter.
+
+    Attributes:
+      pieces: one per leaf.
+      tensors: public name -> shape.
+    """
+
+    pieces: tuple[Piece, ...]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+def plan(pieces: Iterable[Piece], shapes: Mapping[str, Any]) -> Plan:
+    """Names and shapes of the tensors; no array is made.
 
     Args:
+      pieces: of a drafter.
+      shapes: path -> leaf or shape of it (`jax.ShapeDtypeStruct`).
+    """
+    pieces, tensors = tuple(pieces), {}
+    for piece in pieces:
+        leaf = jax.ShapeDtypeStruct(shapes[piece.path].shape, jnp.float32)
+        parts = jax.eval_shape(piece.split, leaf)
+        for name, part in zip(piece.names, parts, strict=True):
+            tensors[name] = tuple(part.shape)
+    return Plan(pieces, tensors)
+
+
+def to_public(
+    plan: Plan, params: Mapping[str, Any], what: str
+) -> dict[str, np.ndarray]:
+    """Splits and transposes a tree into public tensors.
+
+    Args:
+      plan: of this drafter.
       params: `{"params": tree}` of arrays; dtypes are kept.
+      what: the kind, in errors.
 
     Returns:
       Public name -> C-contiguous array.
 
     Raises:
-      UserError: see `sizes_of`; or the tree holds a leaf the folder has no name
-        for.
+      UserError: a leaf without a public name, a piece without a leaf, another shape,
+        or a number that is not finite.
     """
-    sizes = sizes_of(params)
-    tree = params["params"]
-    weights = {
-        "fc.weight": np.asarray(tree["fc"]).T,
-        "hidden_norm.weight": np.asarray(tree["hidden_norm"]),
-        "norm.weight": np.asarray(tree["norm"]),
-    }
-    group, d = sizes.group, sizes.hidden_size
-    for i in range(sizes.num_layers):
-        layer = {name: np.asarray(leaf) for name, leaf in tree[f"layers_{i}"].items()}
-        qkv_GxCD = layer.pop("qkv").transpose(1, 2, 3, 0)
-        gate_up_D2F = layer.pop("gate_up")
-        public = {
-            "input_layernorm": layer.pop("input_norm"),
-            "post_attention_layernorm": layer.pop("mlp_norm"),
-            "self_attn.q_proj": qkv_GxCD[:, :group].reshape(-1, d),
-            "self_attn.k_proj": qkv_GxCD[:, group].reshape(-1, d),
-            "self_attn.v_proj": qkv_GxCD[:, group + 1].reshape(-1, d),
-            "self_attn.o_proj": layer.pop("out").T,
-            "self_attn.q_norm": layer.pop("q_norm"),
-            "self_attn.k_norm": layer.pop("k_norm"),
-            "mlp.gate_proj": gate_up_D2F[:, 0].T,
-            "mlp.up_proj": gate_up_D2F[:, 1].T,
-            "mlp.down_proj": layer.pop("down").T,
-        }
-        if layer:
+    leaves = flatten(params)
+    expected = {piece.path for piece in plan.pieces}
+    for path in sorted(set(leaves) - expected):
+        raise UserError(
+            f"drafter parameter {path} has no public {what} name; leave it out of an "
+            "exported drafter"
+        )
+    for path in sorted(expected - set(leaves)):
+        raise UserError(
+            f"drafter parameter {path} is missing from the weights to export; export "
+            "the tree that this drafter's init makes"
+        )
+    weights = {}
+    for piece in plan.pieces:
+        leaf = np.asarray(leaves[piece.path])
+        if not np.isfinite(leaf).all():
             raise UserError(
-                f"drafter parameter layers_{i}/{sorted(layer)[0]} has no public DFlash "
-                "name; leave it out of an exported drafter"
+                f"drafter parameter {piece.path} is not finite; keep an earlier "
+                "checkpoint"
             )
-        for name, weight in public.items():
-            weights[f"layers.{i}.{name}.weight"] = weight
-    check_tensors(
-        {name: weight.shape for name, weight in weights.items()},
-        sizes,
-        "the drafter's parameters",
-    )
-    return {name: np.ascontiguousarray(weight) for name, weight in weights.items()}
+        for name, part in zip(piece.names, piece.split(leaf), strict=True):
+            weights[name] = np.ascontiguousarray(part)
+    check_tensors(plan.tensors, weights, "the drafter's parameters")
+    return weights
 
 
 def from_public(
-    weights: Mapping[str, np.ndarray], sizes: Sizes, where: str = "the weights"
+    plan: Plan, weights: Mapping[str, np.ndarray], where: str = "the weights"
 ) -> dict[str, Any]:
-    """Inverse of `to_public`: fuses public tensors into a DFlash tree.
+    """Inverse of `to_public`: fuses public tensors into a tree.
 
     Args:
+      plan: of the drafter that the configuration describes.
       weights: plain public name -> array, without the vocabulary map.
-      sizes: what the configuration says.
       where: names the folder or file in errors.
 
     Returns:
       `{"params": tree}` of numpy arrays in the dtype they came in.
 
     Raises:
-      UserError: see `check_tensors`.
+      UserError: a tensor is missing, surplus, misshaped or not finite.
     """
-    check_tensors({name: w.shape for name, w in weights.items()}, sizes, where)
-    g, c, group = sizes.num_kv_heads, sizes.head_dim, sizes.group
-
-    def heads(weight: np.ndarray, per_group: int) -> np.ndarray:
-        """[G * per_group * C, Dd] -> [Dd, G, per_group, C]."""
-        return weight.reshape(g, per_group, c, -1).transpose(3, 0, 1, 2)
-
-    tree: dict[str, Any] = {
-        "fc": weights["fc.weight"].T,
-        "hidden_norm": weights["hidden_norm.weight"],
-        "norm": weights["norm.weight"],
-    }
-    for i in range(sizes.num_layers):
-        w = {name: weights[f"layers.{i}.{name}.weight"] for name in _LAYER_NAMES}
-        tree[f"layers_{i}"] = {
-            "input_norm": w["input_layernorm"],
-            "qkv": np.concatenate(
-                [
-                    heads(w["self_attn.q_proj"], group),
-                    heads(w["self_attn.k_proj"], 1),
-                    heads(w["self_attn.v_proj"], 1),
-                ],
-                2,
-            ),
-            "q_norm": w["self_attn.q_norm"],
-            "k_norm": w["self_attn.k_norm"],
-            "out": w["self_attn.o_proj"].T,
-            "mlp_norm": w["post_attention_layernorm"],
-            "gate_up": np.stack([w["mlp.gate_proj"].T, w["mlp.up_proj"].T], 1),
-            "down": w["mlp.down_proj"].T,
-        }
-    return {"params": _contiguous(tree)}
+    check_tensors(plan.tensors, weights, where)
+    leaves = {}
+    for piece in plan.pieces:
+        leaf = piece.fuse(*(weights[name] for name in piece.names))
+        leaves[piece.path] = np.ascontiguousarray(leaf)
+    return unflatten(leaves)
 
 
-def _contiguous(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _contiguous(leaf) for name, leaf in tree.items()}
-    return np.ascontiguousarray(tree)
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, np.ndarray],
+    where: str,
+) -> None:
+    """Refuses a set of weights that is not exactly the expected one.
+
+    Raises:
+      UserError: a tensor is missing, surplus, misshaped or not finite; it is named.
+    """
+    for verb, fix, some in (
+        ("lacks", "export the drafter again", set(expected) - set(weights)),
+        (
+            "has unknown",
+            "config.json describes no drafter with it",
+            set(weights) - set(expected),
+        ),
+    ):
+        if some:
+            first = sorted(some)
+            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+            raise UserError(
+                f"{where} {verb} tensor {', '.join(first[:3])}{more}; {fix}"
+            )
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {tuple(weights[name].shape)} where "
+                f"the configuration gives {shape}; weights and config.json are not of "
+                "one drafter"
+            )
+        if not np.isfinite(weights[name]).all():
+            raise UserError(
+                f"{where}: tensor {name} is not finite; these weights cannot be "
+                "served, so copy or export them again"
+            )
+
+
+def untrained(weights: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of tensors that hold one number: what an initialiser leaves."""
+    return sorted(
+        name
+        for name, w in weights.items()
+        if w.size > 1 and (w.flat[0] == w).all() and name not in (D2T, T2D)
+    )
+
+
+def strip_prefix(names: Iterable[str]) -> dict[str, str]:
+    """Plain name -> stored name; a `model.` before every weight is optional.
+
+    The vocabulary map and the head never have the prefix.
+    """
+    names = list(names)
+    bare = [n for n in names if n in (D2T, T2D) or n.startswith("lm_head.")]
+    weights = [name for name in names if name not in bare]
+    prefix = "model." if all(name.startswith("model.") for name in weights) else ""
+    return {n if n in bare else n[len(prefix) :]: n for n in names}

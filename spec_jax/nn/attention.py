@@ -132,8 +132,16 @@ def write_rows(cache_NBGAC, rows_NBTGC, start_B):
     layers are scanned is never copied. Rows past the allocation are dropped
     (context safety lives in `decode`).
     """
+    size_b, size_t = rows_NBTGC.shape[1:3]
+    at_BT = start_B[:, None] + jnp.arange(size_t)[None]
+    return put_rows(cache_NBGAC, rows_NBTGC, jnp.arange(size_b)[:, None], at_BT)
+
+
+def put_rows(cache_NBGAC, rows_NBTGC, slot_BT, at_BT):
+    """Writes every layer's rows at the given slot and cache row, in place.
+
+    `slot_BT` broadcasts against `at_BT`; what lies outside is dropped.
+    """
     rows_BTNGC = jnp.transpose(rows_NBTGC, (1, 2, 0, 3, 4)).astype(cache_NBGAC.dtype)
-    size_b, size_t = rows_BTNGC.shape[:2]
-    b_BT = jnp.broadcast_to(jnp.arange(size_b)[:, None], (size_b, size_t))
-    a_BT = start_B[:, None] + jnp.arange(size_t)[None]
-    return cache_NBGAC.at[:, b_BT, :, a_BT].set(rows_BTNGC, mode="drop")
+    slot_BT = jnp.broadcast_to(slot_BT, at_BT.shape)
+    return cache_NBGAC.at[:, slot_BT, :, at_BT].set(rows_BTNGC, mode="drop")

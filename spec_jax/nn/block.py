@@ -1,7 +1,8 @@
 """The draft block backbone: a few layers that read context and fill a block.
 
 DFlash, DSpark and DFlash 2 compose these functions. Linen holds the parameters
-(`BlockWeights`); everything else is a function of the tree it makes:
+(`BlockWeights`); everything else is a function of the tree it makes (keys that
+a drafter adds beside them are not read here):
 
     fc               [L*D, D]     concatenated features -> drafter width
     hidden_norm      [D]          norm of the context rows
@@ -19,6 +20,7 @@ line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ from spec_jax.core.shapes import bind
 from spec_jax.nn import attention, layers
 
 _LOW = -1e30
+ATTENTION, MLP = "attention", "mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,28 +167,47 @@ def block_visible(num_rows: int, kind: LayerKind):
     return seen_QQ
 
 
-def _run_layers(weights, sizes: BlockSizes, x_XD, positions_X, attend):
+def plain(index: int, name: str, sublayer, y_XD):
+    """Runs a sublayer on its normed input and nothing around it."""
+    del index, name
+    return sublayer(y_XD)
+
+
+def _mix(w, sizes: BlockSizes, tables, attend, y_XD):
+    """The attention sublayer; `attend(q, k, v)` mixes the rows."""
+    cos, sin = tables
+    fused = jnp.einsum("...d,dgpc->...gpc", y_XD, w["qkv"])
+    q_XGPC, k_XGC, v_XGC = layers.split_qkv(fused)
+    if sizes.qk_norm:
+        q_XGPC = layers.rms_norm(q_XGPC, w["q_norm"], sizes.norm_eps)
+        k_XGC = layers.rms_norm(k_XGC, w["k_norm"], sizes.norm_eps)
+    q_XGPC = layers.rotate(q_XGPC, cos[..., None, :], sin[..., None, :])
+    k_XGC = layers.rotate(k_XGC, cos, sin)
+    mixed = attend(q_XGPC, k_XGC, v_XGC)
+    return mixed.reshape(*y_XD.shape[:-1], -1) @ w["out"]
+
+
+def _run_layers(weights, sizes: BlockSizes, x_XD, positions_X, attend, around):
     """The layers over rows `[..., D]`; `attend(index, q, k, v)` mixes them."""
-    cos, sin = layers.rotary_tables(positions_X, sizes.head_dim, sizes.rope_theta)
-    lead = x_XD.shape[:-1]
+    tables = layers.rotary_tables(positions_X, sizes.head_dim, sizes.rope_theta)
     for index in range(len(sizes.kinds)):
         w = weights[f"layers_{index}"]
+        mix = functools.partial(
+            _mix, w, sizes, tables, functools.partial(attend, index)
+        )
         y_XD = layers.rms_norm(x_XD, w["input_norm"], sizes.norm_eps)
-        fused = jnp.einsum("...d,dgpc->...gpc", y_XD, w["qkv"])
-        q_XGPC, k_XGC, v_XGC = layers.split_qkv(fused)
-        if sizes.qk_norm:
-            q_XGPC = layers.rms_norm(q_XGPC, w["q_norm"], sizes.norm_eps)
-            k_XGC = layers.rms_norm(k_XGC, w["k_norm"], sizes.norm_eps)
-        q_XGPC = layers.rotate(q_XGPC, cos[..., None, :], sin[..., None, :])
-        k_XGC = layers.rotate(k_XGC, cos, sin)
-        mixed = attend(index, q_XGPC, k_XGC, v_XGC)
-        x_XD = x_XD + mixed.reshape(*lead, -1) @ w["out"]
+        x_XD = x_XD + around(index, ATTENTION, mix, y_XD)
+        mlp = functools.partial(
+            layers.gated_mlp, gate_up_D2F=w["gate_up"], down_FD=w["down"]
+        )
         y_XD = layers.rms_norm(x_XD, w["mlp_norm"], sizes.norm_eps)
-        x_XD = x_XD + layers.gated_mlp(y_XD, w["gate_up"], w["down"])
+        x_XD = x_XD + around(index, MLP, mlp, y_XD)
     return layers.rms_norm(x_XD, weights["norm"], sizes.norm_eps)
 
 
-def run_block(weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B):
+def run_block(
+    weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B, around=plain
+):
     """One block per request over its cached context (serving).
 
     Args:
@@ -195,6 +217,8 @@ def run_block(weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B)
       positions_BQ: absolute positions.
       cache: keys and values of the context rows, one plane per layer.
       history_B: context rows each request may see.
+      around: `(layer, ATTENTION or MLP, sublayer, y) -> rows`, what is added to
+        the residual given the sublayer and its normed input `[..., Q, D]`.
 
     Returns:
       [B, Q, D] rows after the final norm.
@@ -216,11 +240,18 @@ def run_block(weights, sizes: BlockSizes, x_BQD, positions_BQ, cache, history_B)
             window=kind.window,
         )
 
-    return _run_layers(weights, sizes, x_BQD, positions_BQ, attend)
+    return _run_layers(weights, sizes, x_BQD, positions_BQ, attend, around)
 
 
 def run_blocks(
-    weights, sizes: BlockSizes, x_BNQD, positions_BNQ, keys, values, anchors_BN
+    weights,
+    sizes: BlockSizes,
+    x_BNQD,
+    positions_BNQ,
+    keys,
+    values,
+    anchors_BN,
+    around=plain,
 ):
     """N blocks per sequence, each over the context before its anchor (training).
 
@@ -232,6 +263,7 @@ def run_blocks(
       keys: one `[B, S, G, C]` per layer, rotated; values likewise.
       values: see `keys`; finite everywhere.
       anchors_BN: a block sees the context at positions below its anchor.
+      around: see `run_block`.
 
     Returns:
       [B, N, Q, D] rows after the final norm.
@@ -249,7 +281,7 @@ def run_blocks(
             sizes.kinds[index],
         )
 
-    return _run_layers(weights, sizes, x_BNQD, positions_BNQ, attend)
+    return _run_layers(weights, sizes, x_BNQD, positions_BNQ, attend, around)
 
 
 def attend_blocks(

@@ -51,37 +51,17 @@ def draft_columns(frozen: Frozen, labels_X):
     """
     if frozen.target_ids_U is None:
         return labels_X, jnp.ones(labels_X.shape, bool)
-    size = frozen.target_ids_U.shape[0]
-    at_X = jnp.minimum(jnp.searchsorted(frozen.target_ids_U, labels_X), size - 1)
-    known_X = frozen.target_ids_U[at_X] == labels_X
+    ids_U = jnp.asarray(frozen.target_ids_U)
+    at_X = jnp.minimum(jnp.searchsorted(ids_U, labels_X), ids_U.shape[0] - 1)
+    known_X = ids_U[at_X] == labels_X
     return jnp.where(known_X, at_X, 0), known_X
 
 
-def label_terms(frozen: Frozen, hidden_XD, columns_X, chunk_rows: int = 0):
-    """Cross-entropy and top-1 hit of each row.
-
-    Args:
-      frozen: the borrowed head; no gradient enters it.
-      hidden_XD: post-norm rows.
-      columns_X: the label's head column.
-      chunk_rows: see `in_chunks`.
-
-    Returns:
-      ce_X: -log softmax at the label, float32.
-      hit_X: 1.0 where the label alone has the highest logit (a tie is a miss, so
-        that a head fed zeros does not look perfect).
-    """
-    head_DU = jax.lax.stop_gradient(frozen.head_DU)
-    ids_U = jnp.arange(head_DU.shape[1])
-
-    def terms(hidden_XD, columns_X):
-        logits_XU = jnp.matmul(
-            hidden_XD, head_DU, preferred_element_type=jnp.float32
-        ).astype(jnp.float32)
-        # A masked sum, not a gather: its gradient is a select, not a scatter.
-        label_X = jnp.where(ids_U == columns_X[:, None], logits_XU, 0.0).sum(-1)
-        norm_X = jax.nn.logsumexp(logits_XU, -1)
-        rank_X = (logits_XU >= label_X[:, None]).sum(-1)
-        return norm_X - label_X, (rank_X == 1).astype(jnp.float32)
-
-    return in_chunks(terms, chunk_rows, hidden_XD, columns_X)
+def row_logits(head_DU, hidden_XD, correction_EU=None, correction_XE=None):
+    """`hidden @ head`, and the low-rank correction where there is one; float32."""
+    logits_XU = jnp.matmul(hidden_XD, head_DU, preferred_element_type=jnp.float32)
+    if correction_EU is not None:
+        logits_XU += jnp.matmul(
+            correction_XE, correction_EU, preferred_element_type=jnp.float32
+        )
+    return logits_XU.astype(jnp.float32)

@@ -40,6 +40,7 @@ PARAMETER_AXES = {
     "embed_VD": ("vocab", "model"),
     "head": ("model", "vocab"),  # [D, V]
     "head_DU": ("model", "vocab"),
+    "full_head_DV": ("model", "vocab"),
 }
 
 

@@ -1,8 +1,9 @@
-"""The one transform: temperature, top-k, top-p, min-p.
+"""The one transform: penalties, bias, temperature, top-k, top-p, min-p.
 
 Plain decoding, verification and drafting all call `law_of`, so speculation
-cannot change what a request's settings mean. Order: temperature, then top-k,
-then top-p over what top-k kept, then min-p. Each keeps an upper set of the
+cannot change what a request's settings mean. Order: penalties and bias (see
+`sampling.penalties`), temperature, then top-k, then top-p over what top-k kept,
+then min-p. Each keeps an upper set of the
 scaled logits (ties at the edge are kept), so a row's law needs only the lowest
 logit kept and a normaliser. Thresholds come from a bisection over the bits of
 the row's weights: no full-vocabulary sort. Greedy is a boolean mask, never a
@@ -17,6 +18,7 @@ from flax import struct
 
 from spec_jax.core.proposal import TokenLaw
 from spec_jax.core.shapes import bind
+from spec_jax.sampling import penalties
 
 
 @struct.dataclass
@@ -24,11 +26,13 @@ class Sampling:
     """Sampling settings of each request.
 
     Attributes:
-      greedy_B: take the argmax; the other settings are then ignored.
+      greedy_B: take the argmax; temperature and filters are then ignored.
       temperature_B: > 0 (1 for greedy requests).
       top_k_B: 0 for off.
       top_p_B: in (0, 1]; 1 is off.
       min_p_B: in [0, 1); 0 is off.
+      rules: penalties and biases, which greedy requests obey too; None where
+        none were compiled.
     """
 
     greedy_B: jnp.ndarray  # [B] bool
@@ -36,6 +40,7 @@ class Sampling:
     top_k_B: jnp.ndarray  # [B] int32
     top_p_B: jnp.ndarray  # [B] float32
     min_p_B: jnp.ndarray  # [B] float32
+    rules: penalties.Rules | None = None
 
 
 def all_greedy(batch: int) -> Sampling:
@@ -113,7 +118,12 @@ def _filtered_edge(weights_BTV, sampling: Sampling):
     return jnp.maximum(edge_BT, sampling.min_p_B[:, None])
 
 
-def law_of(logits_BTV, sampling: Sampling, target_ids=None) -> TokenLaw:
+def law_of(
+    logits_BTV,
+    sampling: Sampling,
+    target_ids=None,
+    past: penalties.Past | None = None,
+) -> TokenLaw:
     """The law each row is decoded under.
 
     Args:
@@ -121,12 +131,16 @@ def law_of(logits_BTV, sampling: Sampling, target_ids=None) -> TokenLaw:
       sampling: one setting per request.
       target_ids: target id of each column `[U]` of a reduced vocabulary, or of
         each row's candidates `[B, T, K]`, or None.
+      past: the tokens before each row, for the rules; None leaves the rules out
+        (drafts of columns whose target ids are not known here).
 
     Returns:
       TokenLaw over the rows' own vocabulary. A row without a finite maximum
       (NaN, +inf, all -inf) is one-hot at some id; `finite_rows` tells.
     """
     bind(logits_BTV=logits_BTV, greedy_B=sampling.greedy_B)
+    if sampling.rules is not None and past is not None:
+        logits_BTV = penalties.adjusted(logits_BTV, sampling.rules, past, target_ids)
     best_BT, top_BT = argmax(logits_BTV)
     inv_temperature_B = jnp.where(sampling.greedy_B, 1.0, 1.0 / sampling.temperature_B)
     scale_B11 = inv_temperature_B[:, None, None]

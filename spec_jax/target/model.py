@@ -17,7 +17,9 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
+from spec_jax.core import verify_layout
 from spec_jax.core.shapes import bind
+from spec_jax.core.verify_layout import Packing
 from spec_jax.nn import attention, layers
 from spec_jax.target.cache import KVCache, init_cache
 from spec_jax.target.spec import TargetSpec
@@ -131,10 +133,21 @@ class Decoder(nn.Module):
         self.final_norm = self.param("final_norm", ones, (d,), self.dtype)
         self.layers = LayerStack(s, self.apart, self.dtype)
 
-    def __call__(self, tokens_BT, positions_BT, visible_BTT, cache, history_B, taps):
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT,
+        visible_BTT,
+        cache,
+        history_B,
+        taps,
+        packing: Packing | None = None,
+    ):
         """Runs T rows per request; see `forward`."""
         s = self.spec
-        bind(tokens_BT=tokens_BT, positions_BT=positions_BT, history_B=history_B)
+        bind(tokens_BT=tokens_BT, positions_BT=positions_BT)
+        if packing is None:
+            bind(tokens_BT=tokens_BT, history_B=history_B)
         size_b, size_t = tokens_BT.shape
         x_BTD = jnp.take(self.embed, tokens_BT, axis=0)
         cos, sin = layers.rotary_tables(positions_BT, s.head_dim, s.rope_theta)
@@ -156,16 +169,7 @@ class Decoder(nn.Module):
                 k = layers.rms_norm(k, w["k_norm"], s.norm_eps)
             q = layers.rotate(q, cos[:, :, None], sin[:, :, None])
             k = layers.rotate(k, cos, sin)
-            mixed = attention.attend(
-                q,
-                k,
-                v,
-                visible_BTT,
-                cache.k_NBGAC,
-                cache.v_NBGAC,
-                index,
-                history_B,
-            )
+            mixed = _attend(q, k, v, visible_BTT, cache, index, history_B, packing)
             x_BTD = x_BTD + mixed.reshape(size_b, size_t, -1) @ w["out"]
             y_BTD = layers.rms_norm(x_BTD, w["mlp_norm"], s.norm_eps)
             x_BTD = x_BTD + layers.gated_mlp(y_BTD, w["gate_up"], w["down"])
@@ -180,16 +184,41 @@ class Decoder(nn.Module):
         # A slot whose forward is not finite ends with an error and stores
         # nothing. The condition also orders the write after every read, without
         # which XLA copies the donated cache.
-        finite_B = jnp.isfinite(hidden_BTD).all((1, 2))
-        start_B = jnp.where(finite_B, history_B, cache.allocated)
+        finite_BT = jnp.isfinite(hidden_BTD).all(-1)
+        if packing is None:
+            start_B = jnp.where(finite_BT.all(1), history_B, cache.allocated)
+            at_BT = start_B[:, None] + jnp.arange(size_t)[None]
+            slot_BT = jnp.arange(size_b)[:, None]
+        else:
+            finite_B = verify_layout.unpacked(packing, finite_BT[0], True).all(1)
+            start_B = jnp.where(finite_B, history_B, cache.allocated)
+            # Padding has no request: it is written past the allocation.
+            start_T = jnp.take(
+                start_B, packing.request_T, mode="fill", fill_value=cache.allocated
+            )
+            at_BT, slot_BT = (start_T + packing.row_T)[None], packing.request_T[None]
         return TargetOutput(
             hidden_BTD=hidden_BTD,
             features_BTLD=jnp.moveaxis(features[: len(taps)], 0, 2),
             cache=KVCache(
-                attention.write_rows(cache.k_NBGAC, k_NBTGC, start_B),
-                attention.write_rows(cache.v_NBGAC, v_NBTGC, start_B),
+                attention.put_rows(cache.k_NBGAC, k_NBTGC, slot_BT, at_BT),
+                attention.put_rows(cache.v_NBGAC, v_NBTGC, slot_BT, at_BT),
             ),
         )
+
+
+def _attend(q, k, v, visible_BTT, cache, index, history_B, packing):
+    """`attention.attend` over each request's own rows, which may come packed."""
+    rows = [q, k, v]
+    if packing is not None:
+        # Rows outside the plan are zeros that no row may see.
+        rows = [verify_layout.unpacked(packing, x[0]) for x in rows]
+    mixed = attention.attend(
+        *rows, visible_BTT, cache.k_NBGAC, cache.v_NBGAC, index, history_B
+    )
+    if packing is None:
+        return mixed
+    return verify_layout.packed(packing, mixed)[None]
 
 
 def _put_plane(features_LBTD, x_BTD, plane):
@@ -227,21 +256,29 @@ def forward(
     visible_BTT,
     history_B,
     taps: tuple[int, ...] = (),
+    packing: Packing | None = None,
 ) -> TargetOutput:
     """Runs T rows of every slot over its committed history.
+
+    Packed rows of several requests run as one batch row: everything is dense
+    but attention, which sees each request's own rows, and the cache write.
 
     Args:
       spec: sizes.
       params: the tree of `TargetSpec`.
-      cache: KV; rows `history_B ..+ T` are overwritten.
+      cache: KV; rows `history_B ..+ T` are overwritten. It may have more slots
+        than there are requests: those behind are left alone.
       tokens_BT: input ids.
       positions_BT: absolute positions (history + depth).
       visible_BTT: [B or 1, T, T] in-block visibility (causal for a chain).
       history_B: committed rows of each slot.
       taps: layer outputs to return, ascending.
+      packing: where the rows of each request lie; tokens and positions are then
+        `[1, T]`, `visible_BTT` covers a window `[B or 1, W, W]`, and only rows
+        that count are written.
 
     Returns:
-      TargetOutput.
+      TargetOutput (`[1, T, ...]` where packed).
     """
     output: Any = decoder(spec, is_apart(params)).apply(
         params,
@@ -251,6 +288,7 @@ def forward(
         cache,
         history_B,
         taps,
+        packing,
     )
     return output
 

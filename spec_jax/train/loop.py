@@ -175,7 +175,8 @@ def train(
     Args:
       drafter: gives `init` and `train_outputs`.
       frozen: the target's embedding and head; never changed.
-      loss: (TrainOutputs, Frozen) -> (numerator and denominator, metrics).
+      loss: (TrainOutputs, Frozen, progress=...) -> (numerator and denominator,
+        metrics); `progress` is the share of `options.steps` done.
       optimiser_options: how weights move.
       make_iterator: makes a fresh data iterator that yields `Batch` records of
         host arrays, all of one shape, without end; it has `get_state()` (bytes
@@ -244,6 +245,7 @@ def train(
                 mesh,
                 template=template,
                 accumulation=options.accumulation,
+                total_steps=options.steps,
                 ema=optimiser_options.ema,
             ),
             frozen=mesh_lib.shard_params(frozen, mesh),

@@ -42,17 +42,23 @@ def _split(tree, accumulation: int, mesh: Mesh):
     return jax.tree.map(one, tree)
 
 
-def make_gradient(drafter: Drafter, loss: Callable, mesh: Mesh, accumulation: int = 1):
-    """The summed loss and its gradient; see `make_train_step` for `loss`.
+def make_gradient(
+    drafter: Drafter,
+    loss: Callable,
+    mesh: Mesh,
+    accumulation: int = 1,
+    total_steps: int | None = None,
+):
+    """The summed loss and its gradient; see `make_train_step` for the arguments.
 
     Returns:
       A function (params, frozen, batch, rng, step) -> (gradient of the mean
       loss, metrics). Metrics are {name: (sum, count)}.
     """
 
-    def summed(params, frozen, batch, key_B):
+    def summed(params, frozen, batch, key_B, progress):
         outputs = drafter.train_outputs(params, frozen, batch, key_B)
-        sums, metrics = loss(outputs, frozen)
+        sums, metrics = loss(outputs, frozen, progress=progress)
         taken = sorted(set(metrics) & set(STEP_METRICS))
         if taken:
             raise ValueError(f"the objective's metric {taken[0]!r} is the step's own")
@@ -65,12 +71,17 @@ def make_gradient(drafter: Drafter, loss: Callable, mesh: Mesh, accumulation: in
     def gradient(params, frozen, batch, rng, step):
         num_rows = batch.tokens_BS.shape[0]
         key_B = row_keys(jax.random.fold_in(rng, step), num_rows)
+        progress = None if total_steps is None else step / total_steps
         if accumulation == 1:
-            (numerator, aux), grads = value_and_grad(params, frozen, batch, key_B)
+            (numerator, aux), grads = value_and_grad(
+                params, frozen, batch, key_B, progress
+            )
         else:
 
             def micro(total, piece):
-                (numerator, aux), grads = value_and_grad(params, frozen, *piece)
+                (numerator, aux), grads = value_and_grad(
+                    params, frozen, *piece, progress
+                )
                 return jax.tree.map(jnp.add, total, grads), (numerator, aux)
 
             zeros = jax.tree.map(jnp.zeros_like, params)
@@ -96,6 +107,7 @@ def make_train_step(
     *,
     template: TrainState,
     accumulation: int = 1,
+    total_steps: int | None = None,
     ema: float = 0.0,
     donate: bool = True,
 ):
@@ -104,12 +116,14 @@ def make_train_step(
     Args:
       drafter: gives `train_outputs(params, frozen, batch, key_B)`; `key_B` is
         one typed key per row.
-      loss: (TrainOutputs, Frozen) -> (record with `numerator` and
-        `denominator`, {name: (sum, count)}).
+      loss: (TrainOutputs, Frozen, progress=...) -> (record with `numerator` and
+        `denominator`, {name: (sum, count)}); `progress` is the share of training
+        done, 0 to 1, or None.
       optimiser: from `make_optimiser`.
       mesh: from `parallel.mesh`.
       template: a state, or `abstract_state`: gives the shardings.
       accumulation: micro-batches a batch is split into.
+      total_steps: steps the training will take; None: `progress` is None.
       ema: decay of the averaged weights (needs `template.ema`).
       donate: reuse the state's memory.
 
@@ -130,7 +144,7 @@ def make_train_step(
             f"optimiser.ema={ema} and the state disagree on averaged weights; "
             "make the state with use_ema set when ema is above 0"
         )
-    gradient = make_gradient(drafter, loss, mesh, accumulation)
+    gradient = make_gradient(drafter, loss, mesh, accumulation, total_steps)
 
     def train_step(state: TrainState, frozen, batch: Batch):
         grads, metrics = gradient(state.params, frozen, batch, state.rng, state.step)

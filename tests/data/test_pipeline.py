@@ -1,5 +1,6 @@
 """Batches: seeded order, exact resume in a fresh process, fresh buffers."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from spec_jax.core.errors import UserError
+from spec_jax.core.features import FeatureSchema
 from spec_jax.data.pipeline import Pipeline, PipelineOptions, read_batch
 from spec_jax.data.store import _shard_file, open_store
 
@@ -62,6 +64,29 @@ def test_the_teacher_comes_along(tmp_path, tiny):
     np.testing.assert_array_equal(
         batch.teacher_BSD[1, : len(read["tokens"])], read["teacher"]
     )
+
+
+def test_a_drafter_reads_the_planes_it_needs(tmp_path, tiny):
+    schema = dataclasses.replace(tiny.schema, teacher=True)
+    tiny.capture(str(tmp_path / "both"), tiny.samples(8), schema)
+    store = open_store(str(tmp_path / "both"))
+    everything = read_batch(store, [1, 2], 48)
+    one = Pipeline(store, options(), needs=FeatureSchema((1,), 16))
+    batch = read_batch(store, [1, 2], 48, one.needs)
+    np.testing.assert_array_equal(
+        batch.features_BSLD, everything.features_BSLD[:, :, 1:]
+    )
+    assert batch.teacher_BSD is None
+    alone = read_batch(store, [1, 2], 48, FeatureSchema((), 16, teacher=True))
+    assert alone.features_BSLD.shape == (2, 48, 0, 16)
+    np.testing.assert_array_equal(alone.teacher_BSD, everything.teacher_BSD)
+    with pytest.raises(UserError, match="lacks layer 2.*capture.layer_ids"):
+        Pipeline(store, options(), needs=FeatureSchema((1, 2), 16))
+
+
+def test_a_store_without_teacher_is_refused(store):
+    with pytest.raises(UserError, match="teacher.*capture.teacher=True"):
+        Pipeline(store, options(), needs=FeatureSchema((0,), 16, teacher=True))
 
 
 def test_each_epoch_has_every_sample_once_in_its_own_order(store):

@@ -346,13 +346,18 @@ def test_another_targets_store_is_refused(store_path, tiny):
     open_store(store_path, tiny.contract(mask_id=99, num_draft=7))  # the drafter's own
     for change in (
         {"target_fingerprint": "0" * 64},
-        {"layer_ids": (0, 2)},
         {"template_hash": "other"},
         {"thinking": True},
         {"capture_point": "layer_input"},
     ):
         with pytest.raises(UserError, match=rf"another contract: {next(iter(change))}"):
             open_store(store_path, tiny.contract(**change))
+
+
+def test_a_store_may_hold_more_layers_than_a_drafter_reads(store_path, tiny):
+    open_store(store_path, tiny.contract(layer_ids=(1,)))
+    with pytest.raises(UserError, match=r"lacks layer 2: .* capture.layer_ids"):
+        open_store(store_path, tiny.contract(layer_ids=(0, 2)))
 
 
 def test_reading_gives_fresh_arrays(store_path):

@@ -26,6 +26,9 @@ SMALL = {
     "num_draft": 4,
     "mask_id": drafting.MASK_ID,
     "num_anchors": 12,
+    "num_starts": 12,
+    "ttt_length": 4,
+    "feature_noise": 0.0,  # shrinks with the length, and these are short
 }
 
 
@@ -123,7 +126,8 @@ def test_gradients_are_finite_and_reach_every_leaf_and_not_the_frozen(name):
     for leaf in jax.tree.leaves(into_frozen):
         assert not np.asarray(leaf).any()
     for total, count in metrics.values():
-        assert np.isfinite(total) and count > 0
+        # Of a table (calibration bins), some entry was counted.
+        assert np.isfinite(total).all() and np.max(count) > 0
     # The gradient came through the head: another head, another gradient.
     other = frozen.replace(head_DU=frozen.head_DU[:, ::-1])
     _, (moved, _) = trainer(name)(params, other, batch_of(name), KEY)
@@ -147,7 +151,13 @@ def test_shapes_are_static(name):
     )
     assert jax.tree.map(jnp.shape, state) == shapes
     assert made.tokens_BM.shape == made.draft_ids_BM.shape == (2, size_m)
-    assert made.law.logits_BTV.shape == (2, size_m, drafting.TINY.vocab_size)
+    # Over the vocabulary, or over each row's own candidates.
+    columns = made.law.logits_BTV.shape[2]
+    assert made.law.logits_BTV.shape[:2] == (2, size_m)
+    if made.law.is_sparse:
+        assert made.law.target_ids.shape == (2, size_m, columns)
+    else:
+        assert columns == drafting.TINY.vocab_size
     assert made.usable_B.shape == (2,)
     assert made.confidence_logit_BM is None or made.confidence_logit_BM.shape == (
         2,
@@ -160,8 +170,11 @@ def test_training_rows_have_the_layouts_shape(name):
     trains(name)
     programs, params, frozen = build(name)
     out = programs.train(params, frozen, batch_of(name), KEY)
-    blocks = 2 * programs.drafter.options.num_anchors
-    size_m = programs.drafter.layout.num_draft
+    size_b, size_n = out.anchors_BN.shape
+    blocks, size_m = size_b * size_n, out.labels_XM.shape[1]
+    # Every draft of a block, or (EAGLE) one teacher-forced step.
+    assert (size_b, size_n) == (2, 12)
+    assert size_m in (1, programs.drafter.layout.num_draft)
     assert out.hidden_XMD.shape == (blocks, size_m, drafting.TINY.hidden_size)
     assert out.labels_XM.shape == out.valid_XM.shape == (blocks, size_m)
     assert out.hidden_XMD.dtype == jnp.float32
@@ -181,7 +194,7 @@ def test_q_sums_to_one_and_holds_the_proposed_tokens(name, reduced, greedy):
     )
     mass_BM = np.asarray(laws.prob_of(made.law, made.draft_ids_BM))
     tokens_BM = np.asarray(made.tokens_BM)
-    if reduced:
+    if reduced and jax.tree.leaves(params):  # without parameters it has no head
         assert np.isin(tokens_BM, REDUCED).all()
     for j in range(tokens_BM.shape[1]):
         row_B = jnp.full((2,), j)
@@ -212,7 +225,9 @@ def test_rejected_rows_leave_no_trace(name):
     want, state = serve(name)
     # Rows of another text after the committed ones, then the same proposal.
     other = drafting.make_batch(programs.drafter, [SIZE_S] * 2, SIZE_S, seed=9)
+    # Real rows, none of which counts: all that a verify refused.
     rows = drafting.rows_of(other, [9, 12], [5, 5], 8)
+    rows = rows.replace(length_B=np.zeros(2, np.int32))
     state = programs.extend(params, frozen, state, rows)
     anchor_B = batch.tokens_BS[np.arange(2), [9, 12]]
     got, _ = programs.propose(
@@ -271,6 +286,9 @@ def test_one_batch_is_learned_and_then_served(name):
     programs, _, frozen = build(name)
     batch = drafting.make_batch(programs.drafter, [12, 12], 12, seed=4)
     frozen = frozen.replace(head_DU=frozen.head_DU / np.float32(4))
+    # The target is sure of the text: its hidden rows are its head's columns.
+    sure_BSD = 8 * frozen.head_DU.T[np.roll(batch.tokens_BS, -1, 1)]
+    batch = batch.replace(teacher_BSD=sure_BSD)
     params = programs.init(KEY)
     optimiser = optax.adam(1e-2)
     drafter = programs.drafter

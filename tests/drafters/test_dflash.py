@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from spec_jax.core.errors import UserError
-from spec_jax.drafters import base, dflash
+from spec_jax.drafters import base, blocks, dflash
 from spec_jax.nn import anchors, block
 from tests.support import drafting, oracles
 
-FULL, SLIDING = dflash.FULL, dflash.SLIDING
+FULL, SLIDING = blocks.FULL, blocks.SLIDING
 KINDS = {
     "full": {},
     "sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6},
@@ -183,7 +183,7 @@ def test_a_token_moves_only_the_block_it_anchors():
 @pytest.mark.parametrize("kind", ["full", "sliding", "never_causal"])
 def test_rows_inside_a_block_see_what_their_layers_allow(kind):
     programs, params = build(kind)
-    sizes = dflash.block_sizes(programs.drafter.options, drafting.TINY)
+    sizes = blocks.block_sizes(programs.drafter.options, drafting.TINY)
     positions = np.arange(5)[None, None]
     empty = np.zeros((1, 3, sizes.num_kv_heads, sizes.head_dim), np.float32)
 
@@ -311,7 +311,7 @@ def test_usable_stops_before_the_first_row_that_is_not_finite(monkeypatch):
     poison_BMU[2, 1, 9] = np.nan
     poison_BMU[3, 0, 9] = np.inf
     monkeypatch.setattr(
-        dflash, "head_logits", lambda lent, rows: rows @ lent.head_DU + poison_BMU
+        blocks, "head_logits", lambda lent, rows: rows @ lent.head_DU + poison_BMU
     )
     propose = drafting.Programs(programs.drafter).propose
     state = programs.drafter.init_state(5, 8)
@@ -357,5 +357,5 @@ def test_bad_options_are_named(changes, says):
 def test_default_layer_ids_follow_the_public_formula():
     deep = dataclasses.replace(drafting.TINY, num_layers=36)
     options = dflash.Options(mask_id=1)
-    assert dflash.resolve(options, deep).layer_ids == (1, 9, 17, 25, 33)
-    assert dflash.resolve(options, drafting.TINY).layer_ids == (1, 2, 3)
+    assert blocks.resolve(options, deep).layer_ids == (1, 9, 17, 25, 33)
+    assert blocks.resolve(options, drafting.TINY).layer_ids == (1, 2, 3)

@@ -16,6 +16,8 @@ SERIES = {
     "loss": {"train": [[0, 9.1], [10, 4.0]]},
     "cost": {"plain": {"step": 30.0}, "speculative": {"draft": 3.0, "verify": 19.0}},
     "histogram": {"drafter": [5, 3, 1]},
+    "verify_len": {"compact": [4, 2, 0, 1]},
+    "reliability": {"raw": [[0.2, 0.1, 30], [0.9, 0.7, 5]], "calibrated": []},
     "samples": [
         {
             "title": "t",
@@ -70,7 +72,7 @@ def test_json_holds_what_a_machine_needs(tmp_path):
 def test_page_stands_alone_and_escapes(tmp_path):
     _write(tmp_path)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 7
     assert "Accepted drafts by position" in page
     assert '<span class="accepted">&lt;b&gt;one</span>' in page
     # Nothing is fetched: no source, style sheet, script or import from elsewhere.

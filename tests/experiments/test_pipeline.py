@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import pipeline, synthesis
+from experiments import synthesis, training
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.decode.request import Generation
@@ -136,9 +136,9 @@ def test_what_cannot_end_well_is_refused_before_any_work(target, change, field):
         serve=schema.Serve(max_context=64, max_new_tokens=8),
     )
     drafter = tiny.dflash(target.spec, 3)
-    pipeline.check_early(base, target, drafter)
+    training.check_early(base, target, drafter)
     with pytest.raises(UserError) as caught:
-        pipeline.check_early(dataclasses.replace(base, **change), target, drafter)
+        training.check_early(dataclasses.replace(base, **change), target, drafter)
     assert field in str(caught.value)
 
 
@@ -147,7 +147,50 @@ def test_draft_vocabulary_is_what_answers_contain():
         synthesis.sample_files.make_sample([1, 2], [5, 5, 7], "a"),
         synthesis.sample_files.make_sample([1, 3], [5, 7, 9], "b"),
     ]
-    vocab, coverage = pipeline.choose_vocab(2, samples, 12)
+    vocab, coverage = training.choose_vocab(2, samples, 12)
     assert vocab.target_ids == (5, 7) and coverage == pytest.approx(5 / 6)
-    assert pipeline.choose_vocab(0, samples, 12) == (None, 1.0)
-    assert pipeline.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
+    assert training.choose_vocab(0, samples, 12) == (None, 1.0)
+    assert training.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
+
+
+def test_samples_of_a_file_are_trained_on_and_other_prompts_validate(target, tmp_path):
+    data = write_prompts(tmp_path / "a.jsonl", [f"w{i}" for i in range(6, 12)])
+    made = make(target, data, tmp_path / "s", Echo())
+    file = str(tmp_path / "samples.jsonl")
+    synthesis.sample_files.write_file(file, made.train)
+    assert synthesis.sample_files.read_file(file, target.spec.vocab_size) == list(
+        made.train
+    )
+    write_prompts(tmp_path / "b.jsonl", ["w12", "w13", "w14"])
+    both = f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
+    data = dataclasses.replace(data, samples=file, prompts=both, held_out=2)
+    idle = Echo()
+    found = make(target, data, tmp_path / "other", idle)
+    assert idle.calls == 0 and found.train == made.train
+    # One prompt of the first file was held out when the samples were made.
+    assert sorted(found.held_out_sets) == ["a", "b", "b"]
+    assert set(found.held_out_sets[:2]) == {"a", "b"}  # in turn
+    answered = {s.tokens[: s.prompt_len] for s in found.train}
+    assert not answered & set(found.held_out)
+    alone = dataclasses.replace(data, prompts="")
+    found = make(target, alone, tmp_path / "other", idle)
+    assert len(found.train) == 3 and len(found.held_out) == 2
+    line = int(made.train[0].source.split(":")[1])
+    write_prompts(tmp_path / "b.jsonl", [f"w{5 + line}"])  # answered above
+    data = dataclasses.replace(data, prompts=str(tmp_path / "b.jsonl"))
+    with pytest.raises(UserError, match="leaves no prompt for validation"):
+        make(target, data, tmp_path / "other", idle)
+
+
+def test_the_store_keeps_what_the_recipe_names_and_the_drafter_needs(target):
+    drafter = tiny.dflash(target.spec, 3)
+    cfg = schema.Pipeline()
+    assert training.capture_schema(cfg, drafter).layer_ids == (0,)
+    wide = dataclasses.replace(
+        cfg, capture=schema.Capture(layer_ids=(0, 1), teacher=True)
+    )
+    kept = training.capture_schema(wide, drafter)
+    assert kept.layer_ids == (0, 1) and kept.teacher
+    narrow = dataclasses.replace(cfg, capture=schema.Capture(layer_ids=(1,)))
+    with pytest.raises(UserError, match=r"capture\.layer_ids=\(1,\) lacks layer 0"):
+        training.capture_schema(narrow, drafter)

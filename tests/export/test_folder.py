@@ -14,7 +14,7 @@ import safetensors.numpy
 from spec_jax.core.errors import UserError
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters.frozen import frozen_for
-from spec_jax.export import folder, golden
+from spec_jax.export import folder, golden, storage
 from spec_jax.target import tokenizer
 from spec_jax.target.chat import ChatTemplate
 
@@ -216,7 +216,7 @@ def test_folders_of_other_packages(whole, target, drafter, params, tmp_path):
         safetensors.numpy.save_file(
             {n: t for n, t in tensors.items() if weight_map[n] == part}, path / part
         )
-    (path / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (path / storage.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     jax.tree.map(
         np.testing.assert_array_equal, folder.read_folder(path, target).params, params
     )
@@ -259,11 +259,10 @@ REFUSED = {
     "conv_kernel_size": 3,
     "selector_top_k": 8,
     "markov_rank": 64,
-    "sample_from_anchor": True,
     "quantization_config": {"bits": 4},
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "rope_theta": 10000.0,
-    "architectures": ["DFlash2DraftModel"],
+    "architectures": ["DominoDraftModel"],
     "model_type": "llama",
     "use_sliding_window": False,
     "sliding_window": 0,
@@ -479,8 +478,6 @@ def test_what_must_not_be_exported(export, drafter, contract, tmp_path):
         export(path, dtype="int8")
     with pytest.raises(UserError, match="made for 9 target tokens"):
         export(path, draft_vocab=DraftVocab((1, 2), 9))
-    with pytest.raises(UserError, match="not a DFlash drafter"):
-        export(path, drafter=dataclasses.replace(drafter, options=object()))
 
     def skewed(params, frozen, batch, key):
         out = drafter.train_outputs(params, frozen, batch, key)

@@ -115,10 +115,6 @@ def test_weights_that_are_not_finite_are_not_recorded(drafter, params, probe):
         golden.record(drafter, bad, probe)
 
 
-def test_training_and_serving_logits_agree(drafter, params, probe):
-    assert golden.parity_max_abs(drafter, params, probe) <= 1e-4
-
-
 def test_parity_sees_a_leak(drafter, params, probe):
     """A drafter that trains on the anchor's own feature is told apart."""
 

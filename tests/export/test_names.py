@@ -8,29 +8,27 @@ import pytest
 
 from spec_jax.core.errors import UserError
 from spec_jax.drafters import dflash
-from spec_jax.export import names
+from spec_jax.export import folder, names, registry
 
 from .conftest import OPTIONS, SPEC
 
 
-@pytest.fixture(scope="module")
-def sizes(params):
-    return names.sizes_of(params)
+def plan_of(drafter):
+    return folder._plan(drafter, registry.form_of(drafter))
 
 
 @pytest.fixture(scope="module")
-def weights(params):
-    return names.to_public(params)
+def plan(drafter):
+    return plan_of(drafter)
 
 
-def test_sizes(sizes, drafter):
-    assert sizes == names.Sizes(2, 24, 2 * 24, 4, 2, 10, 36)
-    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
-    assert names.sizes_of(shapes) == sizes
+@pytest.fixture(scope="module")
+def weights(plan, params):
+    return names.to_public(plan, params, "DFlash")
 
 
-def test_round_trip_bit_for_bit(params, weights, sizes):
-    back = names.from_public(weights, sizes)
+def test_round_trip_bit_for_bit(params, weights, plan):
+    back = names.from_public(plan, weights)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     assert all(w.flags.c_contiguous for w in weights.values())
@@ -68,32 +66,17 @@ def test_every_projection_computes_what_the_fused_one_does(params, weights):
         )
 
 
-def test_public_name_set(weights):
-    """The list of the public checkpoints, spelled out."""
-    layer = ["input_layernorm", "post_attention_layernorm"]
-    layer += [f"self_attn.{part}_proj" for part in "qkvo"]
-    layer += ["self_attn.q_norm", "self_attn.k_norm"]
-    layer += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    expected |= {f"layers.{i}.{name}.weight" for i in (0, 1) for name in layer}
-    assert set(weights) == expected
-    assert weights["fc.weight"].shape == (24, 48)
-    assert weights["layers.0.self_attn.q_proj.weight"].shape == (40, 24)
-    assert weights["layers.0.self_attn.o_proj.weight"].shape == (24, 40)
-    assert weights["layers.0.mlp.down_proj.weight"].shape == (24, 36)
-
-
-def test_wrong_tensors_are_named(weights, sizes):
+def test_wrong_tensors_are_named(weights, plan):
     lacking = dict(weights)
     del lacking["layers.1.self_attn.k_norm.weight"]
     with pytest.raises(UserError, match=r"lacks tensor layers\.1\.self_attn\.k_norm"):
-        names.from_public(lacking, sizes, "folder x")
+        names.from_public(plan, lacking, "folder x")
     extra = weights | {"lm_head.weight": np.zeros((61, 24), np.float32)}
     with pytest.raises(UserError, match=r"folder x has unknown tensor lm_head"):
-        names.from_public(extra, sizes, "folder x")
+        names.from_public(plan, extra, "folder x")
     turned = weights | {"fc.weight": weights["fc.weight"].T.copy()}
     with pytest.raises(UserError, match=r"fc\.weight has shape \(48, 24\)"):
-        names.from_public(turned, sizes, "folder x")
+        names.from_public(plan, turned, "folder x")
 
 
 def test_prefix_is_optional():
@@ -103,15 +86,21 @@ def test_prefix_is_optional():
     }
     mixed = ["model.fc.weight", "norm.weight"]
     assert names.strip_prefix(mixed) == {name: name for name in mixed}
+    headed = ["model.fc.weight", "lm_head.weight"]
+    assert names.strip_prefix(headed) == {
+        "fc.weight": "model.fc.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
 
 
-def test_trees_without_a_public_form_are_refused(params):
+def test_trees_without_a_public_form_are_refused(params, plan):
     plain = dflash.make(dataclasses.replace(OPTIONS, qk_norm=False), SPEC)
     with pytest.raises(UserError, match="qk_norm"):
-        names.to_public(jax.eval_shape(plain.init, jax.random.key(0)))
+        plan_of(plain)
     tree = dict(params["params"])
     tree["layers_0"] = tree["layers_0"] | {"bias": np.zeros(3, np.float32)}
-    with pytest.raises(UserError, match="layers_0/bias"):
-        names.to_public({"params": tree})
-    with pytest.raises(UserError, match="not a DFlash tree"):
-        names.to_public({"params": tree | {"markov": np.zeros(3)}})
+    with pytest.raises(UserError, match="layers_0/bias has no public DFlash name"):
+        names.to_public(plan, {"params": tree}, "DFlash")
+    tree = {name: leaf for name, leaf in params["params"].items() if name != "norm"}
+    with pytest.raises(UserError, match="parameter norm is missing"):
+        names.to_public(plan, {"params": tree}, "DFlash")

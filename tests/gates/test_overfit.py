@@ -7,12 +7,14 @@ has seen every token that it has to draft.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
 from experiments import serving, tiny_target
+from spec_jax import objectives
 from spec_jax.config import schema
 from spec_jax.core.features import Contract, FeatureSchema
 from spec_jax.data import capture, samples, tiny_corpus
@@ -24,7 +26,6 @@ from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import decoding, identity
 from spec_jax.export import folder as export_folder
 from spec_jax.export import golden
-from spec_jax.objectives import hard_labels
 from spec_jax.objectives.records import ObjectiveOptions
 from spec_jax.target import chat
 from spec_jax.train import loop
@@ -96,7 +97,7 @@ def learn_and_serve(target, prompts, plan, folder) -> Outcome:
     result = loop.train(
         drafter,
         frozen_from_params(params),
-        lambda outputs, frozen: hard_labels.loss(outputs, frozen, objective),
+        functools.partial(objectives.loss, options=objective, terms=drafter.terms),
         OptimiserOptions(lr=plan.lr, total_steps=plan.steps),
         lambda: Pipeline(
             open_store(store, stored_under), PipelineOptions(plan.batch, plan.seq_len)

@@ -23,19 +23,24 @@ from spec_jax.decode import propose, verify
 from spec_jax.decode.state import DecodeState, empty_slots
 from spec_jax.drafters import base
 from spec_jax.sampling import transform
-from spec_jax.sampling.transform import Sampling
 from tests.support import laws
+from tests.support.enumeration import (
+    GREEDY,
+    LEVEL,
+    MIN_P,
+    PLAIN,
+    TOP_K,
+    TOP_P,
+    WARM,
+    V,
+    as_sampling,
+    laws_of,
+    middles,
+    row_of,
+    worst_bias,
+)
 
-V, M = 3, 3
-LEVEL = (0, 1, 4, 13)  # first table row of each prefix length
-PREFIXES = [p for k in range(M + 1) for p in itertools.product(range(V), repeat=k)]
-
-
-def row_of(prefix):
-    index = 0
-    for token in prefix:
-        index = index * V + int(token)
-    return LEVEL[len(prefix)] + index
+M = 3
 
 
 def table_drafter(table_XU, target_ids):
@@ -118,17 +123,6 @@ def run_round(
     return done.tokens_BW, jnp.stack(q, 1)
 
 
-def middles(edges):
-    """Middle and width of each interval of [0, 1] between `edges`."""
-    edges = np.unique(np.clip([0.0, *edges, 1.0], 0, 1))
-    keep = np.diff(edges) > 1e-12
-    return [
-        ((a + b) / 2, b - a)
-        for a, b, k in zip(edges[:-1], edges[1:], keep, strict=True)
-        if k
-    ]
-
-
 def partition(p, q, extra_q=()):
     """Rows of seven uniforms and their weights, in float64.
 
@@ -167,48 +161,11 @@ def partition(p, q, extra_q=()):
     return np.asarray(rows), weights
 
 
-def worst_bias(emitted, weights, p):
-    """Largest |P(next | emitted so far) - p| over prefixes the round goes past."""
-    mass = {}
-    for tokens, weight in zip(emitted.tolist(), weights, strict=True):
-        for k in range(1, tokens.index(-1) + 1 if -1 in tokens else M + 2):
-            key = tuple(tokens[:k])
-            if -1 not in key:
-                mass[key] = mass.get(key, 0.0) + weight
-    worst, seen = 0.0, 0
-    for prefix in PREFIXES:
-        each = np.asarray([mass.get((*prefix, t), 0.0) for t in range(V)])
-        if each.sum() > 1e-3:
-            seen += 1
-            worst = max(worst, np.abs(each / each.sum() - p[row_of(prefix)]).max())
-    return worst, seen
-
-
 def tables(seed, reduced=False):
     rng = np.random.default_rng(seed)
     p = rng.normal(size=(40, V)).astype(np.float32) * 1.2
     q = rng.normal(size=(40, 2 if reduced else V)).astype(np.float32) * 1.2
     return p, q
-
-
-def laws_of(table, setting, target_ids=None):
-    greedy, temperature, top_k, top_p, min_p = setting
-    out = np.zeros((len(table), V))
-    ids = list(range(V)) if target_ids is None else list(target_ids)
-    for row, logits in enumerate(table):
-        out[row, ids] = laws.law(logits, greedy, temperature, top_k, top_p, min_p)
-    return out
-
-
-def as_sampling(setting):
-    greedy, temperature, top_k, top_p, min_p = setting
-    return Sampling(
-        jnp.asarray([greedy]),
-        jnp.asarray([temperature], jnp.float32),
-        jnp.asarray([top_k], jnp.int32),
-        jnp.asarray([top_p], jnp.float32),
-        jnp.asarray([min_p], jnp.float32),
-    )
 
 
 def cut_table(name):
@@ -302,12 +259,6 @@ def enumerate_law(
     return bias, (emitted, recorded, q)
 
 
-PLAIN = (False, 1.0, 0, 1.0, 0.0)
-WARM = (False, 1.4, 0, 1.0, 0.0)
-TOP_K = (False, 0.8, 2, 1.0, 0.0)  # p(d) = 0 happens
-TOP_P = (False, 1.0, 0, 0.7, 0.0)
-MIN_P = (False, 1.1, 0, 1.0, 0.3)
-GREEDY = (True, 1.0, 0, 1.0, 0.0)
 CUTS = ("full", "none", "one", "two", "earlier")
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.core.topology import CHAIN_TOPOLOGY, DYNAMIC_TREE, Topology
 from spec_jax.decode import step
 from spec_jax.decode.state import DecodeState, empty_slots
 from spec_jax.drafters.base import Rows
@@ -42,13 +43,21 @@ EACH = 2_000
 LEVEL = 1e-4
 
 
+# Two shapes of four nodes, chosen by the anchor; as deep as the chains.
+TREE = Topology(DYNAMIC_TREE, depth=M, top_k=2, nodes=4)
+
+
+def topology_of(kind):
+    return TREE if kind == "bigram_tree" else CHAIN_TOPOLOGY
+
+
 def world_of(kind):
     return tiny.world(kind, M, vocab=V, sharp=1.5, noise=0.7, seed=5)
 
 
 def start_state(world, size_b):
     """Every slot after the same prompt: caches tiled, a seed each."""
-    allocated = len(PROMPT) + 1 + (ROUNDS + 1) * (M + 1)
+    allocated = len(PROMPT) + 1 + ROUNDS * (M + 1) + TREE.window(M)
     tokens = jnp.asarray([PROMPT])
     _, output = tiny.full_forward(world.spec, world.params, tokens, (0,))
     rows = Rows(
@@ -100,7 +109,7 @@ def sampled(kind, one_hot):
     """Texts, tokens emitted by each round, and the accepted counts."""
     world = world_of(kind)
     size_b = len(SETTINGS) * EACH
-    options = step.RoundOptions(one_hot_draft=one_hot)
+    options = step.RoundOptions(one_hot_draft=one_hot, topology=topology_of(kind))
     taps = world.drafter.needs.layer_ids
 
     @jax.jit
@@ -142,7 +151,7 @@ def target_logits(world, texts):
     return np.asarray(logits)[:, len(PROMPT) : -1]
 
 
-KINDS = [("bigram", True), ("dflash", False)]
+KINDS = [("bigram", True), ("dflash", False), ("bigram_tree", True)]
 
 
 @pytest.mark.parametrize(("kind", "one_hot"), KINDS)

@@ -3,6 +3,7 @@
 These tests run under `make parity`, in an environment of their own.
 """
 
+import os
 import types
 
 import numpy as np
@@ -30,11 +31,15 @@ TARGET_SIZES = {
 
 @pytest.fixture(scope="session")
 def public():
-    """The public packages: torch, transformers and `dflash`."""
+    """The public packages: torch, transformers, `dflash` and `specforge`."""
+    # One public class compiles its norms, which takes minutes and changes nothing.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
         import torch
         import transformers
         from dflash import model as dflash_model
+        from specforge.algorithms.common import dflash_family_model
+        from specforge.modeling import draft as specforge_drafts
     except ImportError as error:
         pytest.fail(
             f"{error.name or error} is not installed, and this test compares with it; "
@@ -43,7 +48,11 @@ def public():
     torch.set_num_threads(1)  # on few busy cores more threads are far slower
     torch.use_deterministic_algorithms(True)
     return types.SimpleNamespace(
-        torch=torch, transformers=transformers, dflash=dflash_model
+        torch=torch,
+        transformers=transformers,
+        dflash=dflash_model,
+        specforge=specforge_drafts,
+        block_mask=dflash_family_model.create_dflash_sdpa_mask,
     )
 
 
@@ -87,8 +96,16 @@ def make_target(public, family, seed, **changes):
     return spread(public, model_class(config_class(**sizes)), seed)
 
 
-def make_drafter(public, seed, **changes):
-    """A seeded `DFlashDraftModel` for a target of `make_target`."""
+def make_drafter(public, seed, model_class=None, inside=(), **changes):
+    """A seeded block drafter of a public class for a target of `make_target`.
+
+    Args:
+      public: the packages.
+      seed: of the weights.
+      model_class: `dflash.DFlashDraftModel` without one.
+      inside: further keys of `dflash_config`.
+      **changes: of the configuration.
+    """
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": TARGET_SIZES["hidden_size"],
@@ -104,12 +121,81 @@ def make_drafter(public, seed, **changes):
             "mask_token_id": 3,
             "target_layer_ids": [1, 2, 3],
             "block_size": 6,
+            **dict(inside),
         },
         "layer_types": ["full_attention"] * 2,
         **HEADS,
     } | changes
     config = public.transformers.Qwen3Config(**sizes)
-    return spread(public, public.dflash.DFlashDraftModel(config), seed)
+    config._attn_implementation = "sdpa"
+    return spread(public, (model_class or public.dflash.DFlashDraftModel)(config), seed)
+
+
+def their_states(public, pair, text):
+    """Hidden states of the target, by transformers: embeddings first, last normed."""
+    with public.torch.no_grad():
+        return pair.theirs(
+            public.torch.tensor(text[None].astype(np.int64)),
+            output_hidden_states=True,
+        ).hidden_states
+
+
+def make_probe(public, pair, needs, text, anchors, vocab=None):
+    """A probe of ours made from the states that transformers computed."""
+    from spec_jax.drafters.frozen import frozen_for
+    from spec_jax.export import golden
+
+    states = their_states(public, pair, text)
+    planes = [states[i + 1][0].numpy() for i in needs.layer_ids]
+    return golden.Probe(
+        text,
+        np.stack(planes, 1) if planes else np.zeros((len(text), 0, needs.width)),
+        states[-1][0].numpy(),
+        anchors,
+        frozen_for(pair.ours, vocab),
+    )
+
+
+def make_export(pair, name, options, text, folder_path, **changes):
+    """A seeded drafter of ours, written to a folder; returns the drafter."""
+    import jax
+
+    from spec_jax.core.features import Contract
+    from spec_jax.drafters import base
+    from spec_jax.export import folder, golden
+
+    drafter = base.load(name, options, pair.ours.spec)
+    rng = np.random.default_rng(4)
+    params = jax.tree.map(
+        lambda leaf: (
+            1 + 0.3 * rng.standard_normal(leaf.shape)
+            if leaf.ndim == 1
+            else rng.standard_normal(leaf.shape) * 1.5 / max(leaf.shape or (1,)) ** 0.5
+        ).astype(np.float32),
+        drafter.init(jax.random.key(0)),
+    )
+    vocab = changes.pop("draft_vocab", None)
+    contract = Contract(
+        target="seeded",
+        layer_ids=drafter.needs.layer_ids,
+        mask_id=getattr(drafter.options, "mask_id", -1),
+        num_draft=drafter.layout.num_draft,
+        anchor_predicts=drafter.layout.anchor_predicts,
+        **folder.target_facts(pair.ours),
+    )
+    written = folder.write_folder(
+        folder_path,
+        drafter,
+        params,
+        contract,
+        vocab,
+        pair.ours.spec,
+        golden_probe=golden.probe_from_target(pair.ours, text, drafter, vocab),
+        **changes,
+    )
+    # None: a capped drafter is not trained here.
+    assert written.parity_max_abs is None or written.parity_max_abs <= 1e-3
+    return drafter
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +210,9 @@ def kit(public):
         save_target=bound(save_target),
         make_target=bound(make_target),
         make_drafter=bound(make_drafter),
+        their_states=bound(their_states),
+        make_probe=bound(make_probe),
+        make_export=make_export,
     )
 
 

@@ -84,7 +84,7 @@ def compare(public, pair, theirs, exported, text):
     features_SLD = np.stack(
         [hidden[i + 1][0].numpy() for i in exported.drafter.needs.layer_ids], 1
     )
-    probe = golden.Probe(text, features_SLD, ANCHORS, frozen)
+    probe = golden.Probe(text, features_SLD, hidden[-1][0].numpy(), ANCHORS, frozen)
     served_KMV = golden.serving_logits(exported.drafter, exported.params, probe)
     for index, anchor in enumerate(ANCHORS):
         rows, logits = their_rows(public, pair, theirs, text, anchor)

@@ -28,7 +28,7 @@ TINY = TargetSpec(
 MASK_ID = 3
 
 
-def draw_greedy(logits_BTU, first_row):
+def draw_greedy(logits_BTU, first_row, target_ids=None):
     """The argmax of each row, and the law that says so."""
     del first_row
     ids_BT = jnp.argmax(logits_BTU, -1).astype(jnp.int32)
@@ -39,6 +39,7 @@ def draw_greedy(logits_BTU, first_row):
         floor_BT=jnp.full((size_b, size_t), -jnp.inf),
         log_norm_BT=jnp.zeros((size_b, size_t)),
         one_hot_BT=ids_BT,
+        target_ids=target_ids,
     )
     return ids_BT, law
 
@@ -46,7 +47,7 @@ def draw_greedy(logits_BTU, first_row):
 def draw_softmax(key):
     """A draw at temperature 1 and the softmax it came from."""
 
-    def draw(logits_BTU, first_row):
+    def draw(logits_BTU, first_row, target_ids=None):
         row_key = jax.random.fold_in(key, first_row)
         ids_BT = jax.random.categorical(row_key, logits_BTU).astype(jnp.int32)
         size_b, size_t, _ = logits_BTU.shape
@@ -56,6 +57,7 @@ def draw_softmax(key):
             floor_BT=jnp.full((size_b, size_t), -jnp.inf),
             log_norm_BT=jax.nn.logsumexp(logits_BTU, -1),
             one_hot_BT=jnp.full((size_b, size_t), -1),
+            target_ids=target_ids,
         )
         return ids_BT, law
 

@@ -17,7 +17,14 @@ import numpy as np
 from spec_jax.core import masks
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.core.proposal import Proposal, join_rows
+from spec_jax.core.proposal import Proposal, join_rows, one_hot_law
+from spec_jax.core.topology import (
+    CHAIN,
+    CHAIN_TOPOLOGY,
+    DYNAMIC_TREE,
+    STATIC_TREE,
+    Topology,
+)
 from spec_jax.decode.engine import Engine, EngineOptions
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.step import RoundOptions
@@ -105,23 +112,30 @@ def bigram(spec, num_draft):
     """
 
     def init_state(slots, allocated):
-        def empty():
-            return jnp.full((1, slots, allocated), -1, jnp.int32)
+        def empty(dtype=jnp.int32):
+            return jnp.full((1, slots, allocated), -1, dtype)
 
-        return {"tokens": empty(), "next": empty()}
+        return {
+            "tokens": empty(),
+            "next": empty(),
+            "feature": empty(jnp.float32),
+            "hidden": empty(jnp.float32),
+        }
 
     def absorb(params, frozen, state, rows):
         del params, frozen
         size_b, size_t = rows.tokens_BT.shape
         b_BT = jnp.broadcast_to(jnp.arange(size_b)[:, None], (size_b, size_t))
         at_BT = rows.start_B[:, None] + jnp.arange(size_t)[None]
+        told = {
+            "tokens": rows.tokens_BT,
+            "next": rows.next_tokens_BT,
+            "feature": rows.features_BTLD[:, :, 0, 0],
+            "hidden": rows.hidden_BTD[:, :, 0],
+        }
         return {
-            "tokens": state["tokens"]
-            .at[0, b_BT, at_BT]
-            .set(rows.tokens_BT, mode="drop"),
-            "next": state["next"]
-            .at[0, b_BT, at_BT]
-            .set(rows.next_tokens_BT, mode="drop"),
+            name: state[name].at[0, b_BT, at_BT].set(value, mode="drop")
+            for name, value in told.items()
         }
 
     def propose(params, frozen, state, anchor_B, length_B, draw, topology):
@@ -150,6 +164,76 @@ def bigram(spec, num_draft):
         propose=propose,
         extend=absorb,
         train_outputs=lambda *args: None,
+    )
+
+
+def shapes_of(topology: Topology):
+    """Parents of the draft rows: a static tree, or two that rounds choose from.
+
+    The two are a binary heap, and a spine of `depth` nodes whose first nodes have
+    a second child each.
+    """
+    if topology.kind == STATIC_TREE:
+        return (topology.parents,)
+    rest = topology.nodes - topology.depth
+    heap = tuple(i // 2 for i in range(topology.nodes))
+    return heap, (*range(topology.depth), *range(rest))
+
+
+def ranks_of(parents):
+    """Each node's rank among its siblings."""
+    return tuple(parents[:i].count(parent) for i, parent in enumerate(parents))
+
+
+def bigram_tree(spec, num_draft, *, twins=False):
+    """`bigram` that also proposes trees of the table's likeliest tokens.
+
+    A dynamic tree has the first of `shapes_of` after an even anchor, else the
+    second.
+
+    Args:
+      spec: the target's sizes.
+      num_draft: M of its chains.
+      twins: later siblings name the first one's token: none is ever accepted,
+        and a tree decodes what its spine does.
+    """
+    chain = bigram(spec, num_draft)
+
+    def propose(params, frozen, state, anchor_B, length_B, draw, topology):
+        if topology.kind == CHAIN:
+            return chain.propose(
+                params, frozen, state, anchor_B, length_B, draw, topology
+            )
+        shapes = shapes_of(topology)
+        which_B = anchor_B % len(shapes)
+        parents_BM = jnp.asarray(shapes)[which_B]
+        rank_BM = jnp.asarray([ranks_of(s) for s in shapes])[which_B]
+        rank_BM = rank_BM * (not twins)
+        order_VV = jnp.argsort(-params, axis=-1)
+        finite_V = jnp.isfinite(params.max(-1))
+        rows_BW, good = anchor_B[:, None], []
+        for i in range(parents_BM.shape[1]):
+            token_B1 = jnp.take_along_axis(rows_BW, parents_BM[:, i : i + 1], 1)
+            token_B = token_B1[:, 0]
+            new_B = order_VV[token_B, rank_BM[:, i]].astype(jnp.int32)
+            good.append(finite_V[token_B].astype(jnp.int32))
+            rows_BW = jnp.concatenate([rows_BW, new_B[:, None]], 1)
+        tokens_BM = rows_BW[:, 1:]
+        root_B1 = jnp.full_like(anchor_B[:, None], -1)
+        proposal = Proposal(
+            tokens_BM,
+            jnp.zeros_like(tokens_BM),
+            one_hot_law(tokens_BM),
+            jnp.cumprod(jnp.stack(good, 1), 1).sum(1),
+            parents_BW=jnp.concatenate([root_B1, parents_BM], 1),
+        )
+        return proposal, state
+
+    return dataclasses.replace(
+        chain,
+        name="twins" if twins else "bigram_tree",
+        topologies=(CHAIN, STATIC_TREE, DYNAMIC_TREE),
+        propose=propose,
     )
 
 
@@ -190,13 +274,18 @@ def world(
     noise=0.5,
     apart=False,
 ) -> World:
-    """kind: None, "bigram" or "dflash"; `noise` blunts the bigram's table."""
+    """kind: None, "bigram", "bigram_tree", "twins" or "dflash".
+
+    `noise` blunts the bigram's table.
+    """
     spec = spec_of(vocab, eos_ids)
     params = random_params(spec, seed, sharp)
     frozen = frozen_from_params(params)
     drafter, draft, mask_id = None, None, -1
-    if kind == "bigram":
+    if kind in ("bigram", "bigram_tree", "twins"):
         drafter = bigram(spec, num_draft)
+        if kind != "bigram":
+            drafter = bigram_tree(spec, num_draft, twins=kind == "twins")
         logits, _ = full_forward(spec, params, jnp.arange(vocab)[:, None])
         rng = np.random.default_rng(seed + 1)
         draft = logits[:, 0] + noise * jnp.asarray(
@@ -213,7 +302,14 @@ def world(
 
 
 def new_engine(
-    world: World, *, slots=2, buckets=(16,), max_context=128, one_hot=False
+    world: World,
+    *,
+    slots=2,
+    buckets=(16,),
+    max_context=128,
+    one_hot=False,
+    topology=CHAIN_TOPOLOGY,
+    plain=True,
 ) -> Engine:
     """An engine of its own (compiles)."""
     return Engine(
@@ -223,7 +319,8 @@ def new_engine(
             slots=slots,
             max_context=max_context,
             prefill_buckets=buckets,
-            round=RoundOptions(one_hot_draft=one_hot),
+            plain=plain,
+            round=RoundOptions(one_hot_draft=one_hot, topology=topology),
         ),
         world.drafter,
         world.mask_id,
@@ -231,10 +328,25 @@ def new_engine(
 
 
 @functools.cache
-def engine(kind=None, num_draft=3, *, slots=2, buckets=(16,), one_hot=False, **changes):
+def engine(
+    kind=None,
+    num_draft=3,
+    *,
+    slots=2,
+    buckets=(16,),
+    one_hot=False,
+    topology=CHAIN_TOPOLOGY,
+    plain=True,
+    **changes,
+):
     """A shared engine; every test leaves it idle."""
     return new_engine(
-        world(kind, num_draft, **changes), slots=slots, buckets=buckets, one_hot=one_hot
+        world(kind, num_draft, **changes),
+        slots=slots,
+        buckets=buckets,
+        one_hot=one_hot,
+        topology=topology,
+        plain=plain,
     )
 
 

@@ -280,3 +280,18 @@ def test_given_weights_survive_donation():
     np.testing.assert_array_equal(np.array(state.params["fc"]), np.array(given["fc"]))
     jax.jit(lambda s: s, donate_argnums=0)(state)
     assert state.params["fc"].is_deleted() and not given["fc"].is_deleted()
+
+
+def test_the_loss_is_told_how_far_training_is():
+    def loss(outputs, frozen, progress):
+        sums, metrics = toy.loss(outputs, frozen)
+        told = jnp.float32(-1.0 if progress is None else progress)
+        return sums, metrics | {"told": (told, jnp.ones(()))}
+
+    drafter = toy.make_drafter()
+    params = drafter.init(jax.random.key(1))
+    for accumulation, total, want in ((1, 12, 0.25), (2, 12, 0.25), (1, None, -1.0)):
+        function = jax.jit(make_gradient(drafter, loss, MESH, accumulation, total))
+        arguments = (toy.make_frozen(), toy.make_batch(0), jax.random.key(5))
+        _, metrics = function(params, *arguments, jnp.int32(3))
+        assert float(metrics["told"][0] / metrics["told"][1]) == want

@@ -86,9 +86,9 @@ def make_frozen() -> Frozen:
 _ce = functools.partial(objectives.loss, options=objectives.ObjectiveOptions())
 
 
-def loss(outputs, frozen):
+def loss(outputs, frozen, progress=None):
     """The real objective, and the anchors as exactly summable metrics."""
-    sums, metrics = _ce(outputs, frozen)
+    sums, metrics = _ce(outputs, frozen, progress=progress)
     at_BN = outputs.anchors_BN.astype(jnp.float32)
     one = jnp.ones(())
     metrics["anchor_sum"] = (at_BN.sum(), one)

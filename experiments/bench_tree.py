@@ -1,0 +1,68 @@
+"""A chain against dynamic trees of several sizes, one autoregressive drafter.
+
+The same weights draft all of them: the topology is a serve option. Each prompt
+is decoded plainly and speculatively in turn; the time of a verify of as many
+rows stands beside, measured in the same process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+from typing import Any
+
+from experiments import bench_decode, serving, training
+from spec_jax.config import schema
+from spec_jax.data import prompts as prompt_files
+from spec_jax.evals import comparison
+
+
+def serves(cfg: schema.BenchTree) -> dict[str, schema.Serve]:
+    """The serve sections that are compared, by name."""
+    one = training.one_by_one(cfg.serve)
+    found = {"chain": dataclasses.replace(one, topology="chain")}
+    for nodes in cfg.nodes:
+        found[str(nodes)] = dataclasses.replace(
+            one, topology="dynamic_tree", tree_nodes=nodes
+        )
+    return found
+
+
+def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
+    """Decodes each set with each topology; one dictionary per set."""
+    del workdir
+    sets, absent = bench_decode.prompt_sets(cfg.bench)
+    target, params = serving.load_serving_target(cfg.target)
+    exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
+    choices = serves(cfg)
+    plain = serving.make_engine(target, params, training.one_by_one(cfg.serve))
+    engines = {
+        name: serving.make_engine(target, params, serve, exported, plain=False)
+        for name, serve in choices.items()
+    }
+    settings = serving.settings_from(cfg.serve, max_new_tokens=cfg.bench.max_new_tokens)
+    metrics: dict[str, Any] = {"weights_sha256": exported.weights_sha256}
+    acceptance: dict[str, Any] = {}
+    for which, prompts in sets.items():
+        room = min(e.room for e in engines.values()) - settings.max_new_tokens
+        ids = [
+            prompt_files.render_prompt(target, p, mask_id=-1, context=room)
+            for p in prompts
+        ]
+        metrics[which] = {}
+        for name, engine in engines.items():
+            training.say(f"{which}, {name}")
+            found, base, ours = comparison.measure(plain, engine, ids, settings)
+            rounds = sum(len(d.generation.emitted) for d in ours)
+            step_s = statistics.median(
+                d.seconds / max(len(d.generation.emitted), 1) for d in base
+            )
+            found["window"] = engine.window
+            found["round_ms"] = 1e3 * sum(d.seconds for d in ours) / max(rounds, 1)
+            found["round_over_plain"] = found["round_ms"] / (1e3 * step_s)
+            metrics[which][name] = found
+            acceptance[f"{which}, {name}"] = found["accept_by_position"]
+    if absent:
+        metrics["left_out"] = ", ".join(absent)
+    return metrics | {"series": {"acceptance": acceptance}}

@@ -1,0 +1,176 @@
+"""Temperatures for a drafter's confidence: decode, collect, fit, write.
+
+Rounds run with full windows, so that what is accepted does not depend on what
+the confidence was worth. Each round of each request gives one row: the raw
+log-odds of its drafts and how many of them were accepted, before any trim.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+
+from experiments import pipeline, runtime, serving
+from spec_jax.config import schema
+from spec_jax.core import calibration
+from spec_jax.core.calibration import Source
+from spec_jax.core.errors import UserError
+from spec_jax.data import prompts as prompt_files
+from spec_jax.decode.engine import Engine, room_of
+from spec_jax.decode.plan import PlanOptions
+from spec_jax.decode.request import Settings
+from spec_jax.decode.state import RoundResult
+from spec_jax.evals import decoding, sts
+from spec_jax.evals.ece import reliability
+
+STS_NAME = "sts.json"
+
+_CERTAIN = 100.0  # log-odds that stand for infinite ones
+
+
+class Rounds:
+    """Confidence and acceptance of every verified proposal.
+
+    Attributes:
+      dropped: proposals left out because a draft row was not finite.
+    """
+
+    def __init__(self):
+        self._logits: list[np.ndarray] = []
+        self._accepted: list[np.ndarray] = []
+        self.dropped = 0
+
+    def add(self, result: RoundResult) -> None:
+        """Books the slots of a round that verified drafts."""
+        if result.confidence_logit_BM is None:
+            return  # nobody drafted
+        logits_BM = np.asarray(result.confidence_logit_BM, np.float64)
+        whole_B = np.asarray(result.verify_len_B) == logits_BM.shape[1] + 1
+        drafted_B = np.asarray(result.ran_B) & whole_B & ~np.asarray(result.bad_B)
+        logits_BM = np.clip(logits_BM, -_CERTAIN, _CERTAIN)  # NaN stays
+        usable_B = np.isfinite(logits_BM).all(1)
+        self.dropped += int((drafted_B & ~usable_B).sum())
+        keep_B = drafted_B & usable_B
+        self._logits.append(logits_BM[keep_B])
+        self._accepted.append(np.asarray(result.raw_accepted_B)[keep_B])
+
+    def arrays(self, num_draft: int) -> tuple[np.ndarray, np.ndarray]:
+        """Logits `[N, M]` and the prefix mask `[N, M]`."""
+        if not self._logits:
+            return np.zeros((0, num_draft)), np.zeros((0, num_draft))
+        return (
+            np.concatenate(self._logits),
+            sts.prefix_mask(np.concatenate(self._accepted), num_draft),
+        )
+
+
+def collect(
+    engine: Engine, prompts: list[list[int]], settings: list[Settings]
+) -> tuple[Rounds, list]:
+    """Decodes the prompts together; what their rounds said, and the answers."""
+    rounds = Rounds()
+    runtime.watch(engine, rounds.add)
+    return rounds, engine.generate(prompts, settings)
+
+
+def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
+    """Writes `sts.json` into the workdir; returns the report's metrics.
+
+    Raises:
+      UserError: no such drafter or prompts, a drafter without confidence, or too
+        few rounds.
+    """
+    prompts = read_prompts(cfg)
+    target, params = serving.load_serving_target(cfg.target)
+    exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
+    layout = exported.drafter.layout
+    room = room_of(cfg.serve.max_context, layout.window, target.spec)
+    limit = room - cfg.serve.max_new_tokens
+    mask_id = serving.mask_id_of(exported.drafter)
+    ids = [prompt_files.render_prompt(target, p, mask_id=mask_id) for p in prompts]
+    fitting = [i for i in ids if len(i) <= limit]
+    if not fitting:
+        raise UserError(
+            f"prompts={cfg.prompts!r}: none fits into the {limit} tokens that "
+            "serve.max_context leaves beside serve.max_new_tokens; raise it"
+        )
+    engine = serving.make_engine(
+        target,
+        params,
+        cfg.serve,
+        exported,
+        chunks_per_tick=cfg.serve.slots,
+        plain=False,
+        plan=PlanOptions(collect=True),
+    )
+    settings = [
+        serving.settings_from(cfg.serve, seed=(cfg.seed + n) % 2**31)
+        for n in range(len(fitting))
+    ]
+    pipeline.say(f"calibrate: {len(fitting)} prompts, {cfg.serve.slots} at a time")
+    start = time.perf_counter()
+    rounds, answers = collect(engine, fitting, settings)
+    seconds = time.perf_counter() - start
+    num_draft = layout.num_draft
+    logits_NM, mask_NM = rounds.arrays(num_draft)
+    if len(logits_NM) < cfg.min_rounds:
+        raise UserError(
+            f"min_rounds={cfg.min_rounds}: the prompts gave {len(logits_NM)} rounds; "
+            "name more prompts, or raise serve.max_new_tokens"
+        )
+    regime = runtime.regime_of(cfg.serve)
+    found = sts.fit(
+        logits_NM,
+        mask_NM,
+        dataset=cfg.dataset or f"{regime}; {pathlib.Path(cfg.prompts).name}",
+        source=Source(
+            **runtime.facts(target, exported), sampling=regime, num_draft=num_draft
+        ),
+        num_bins=cfg.num_bins,
+    )
+    calibration.write(found, str(workdir / STS_NAME))
+    raw_NM = sts.survival(logits_NM, np.ones(num_draft))
+    fitted_NM = sts.survival(logits_NM, found.temperatures)
+    reached_M = mask_NM.mean(0)
+    return {
+        "num_samples": found.num_samples,
+        "sampling": regime,
+        "dataset": found.dataset,
+        "mean_ece_before": float(np.mean(found.ece_before)),
+        "mean_ece_after": float(np.mean(found.ece_after)),
+        "accept_length": decoding.accept_length(answers),
+        "prompts": len(fitting),
+        "prompts_left_out": len(ids) - len(fitting),
+        "rounds_dropped": rounds.dropped,
+        "decode_seconds": seconds,
+        "temperatures": list(found.temperatures),
+        "ece_before": list(found.ece_before),
+        "ece_after": list(found.ece_after),
+        "survival_measured": reached_M.tolist(),
+        "survival_before": raw_NM.mean(0).tolist(),
+        "survival_after": fitted_NM.mean(0).tolist(),
+        "series": {
+            "acceptance": {
+                "measured": reached_M.tolist(),
+                "confidence, raw": raw_NM.mean(0).tolist(),
+                "confidence, calibrated": fitted_NM.mean(0).tolist(),
+            },
+            "reliability": {
+                "raw": reliability(raw_NM.ravel(), mask_NM.ravel(), cfg.num_bins),
+                "calibrated": reliability(
+                    fitted_NM.ravel(), mask_NM.ravel(), cfg.num_bins
+                ),
+            },
+        },
+    }
+
+
+def read_prompts(cfg: schema.Calibrate) -> list[prompt_files.Prompt]:
+    """The recipe's prompts."""
+    limit = cfg.max_prompts or None
+    if cfg.prompts == "builtin":
+        return prompt_files.builtin_prompts(limit)
+    return prompt_files.read_prompts(runtime.find_file(cfg.prompts), limit)

@@ -1,0 +1,192 @@
+"""Times of whole rounds, over live requests R and verified rows T.
+
+The engine that will serve is what is timed: drafting, verifying, the state's
+upkeep and the host's planning, in the very programs of its ladder. The planner
+is asked as always, and its choice is replaced by the shape whose turn it is;
+shapes take turns round by round, so that a busy moment of the machine meets all
+of them alike. Results come one round late, as in serving: what is timed is the
+pace of rounds and not one round alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import statistics
+from typing import Any
+
+import numpy as np
+
+from experiments import pipeline, runtime, serving
+from experiments.round_log import RoundLog
+from spec_jax.config import schema
+from spec_jax.core import calibration
+from spec_jax.core.calibration import CostTable, FlatCost, Source
+from spec_jax.core.errors import UserError
+from spec_jax.core.verify_layout import even_ladder
+from spec_jax.decode.budget import Choice
+from spec_jax.decode.engine import Engine, room_of
+from spec_jax.decode.plan import COMPACT, PlanOptions
+from spec_jax.evals import cost_tables
+from spec_jax.evals.cost_tables import Sample
+
+COST_NAME = "cost.json"
+
+# A shape is (R, T), or (R, 0) for the plain step.
+Shape = tuple[int, int]
+
+
+class Turns:
+    """Stands in for the planner's choice: each shape of one R in turn."""
+
+    def __init__(self, engine: Engine):
+        """Takes the place of the engine's decisions from now on."""
+        self.shapes: list[Shape] = []
+        self._next = 0
+        decide = engine.planner.decide
+
+        def forced(*args, **names) -> Choice:
+            decide(*args, **names)  # its time is part of a round
+            requests, rows = self.shapes[self._next % len(self.shapes)]
+            self._next += 1
+            return Choice(
+                draft=rows > 0,
+                budget=max(rows - requests, 0),
+                requests=requests,
+                rows=rows or requests,
+            )
+
+        engine.planner.decide = forced  # type: ignore[method-assign]
+
+
+def measure(
+    engine: Engine,
+    cfg: schema.Profile,
+    say=lambda text: None,
+) -> dict[Shape, list[float]]:
+    """Seconds of the timed rounds of every shape of the engine's ladder.
+
+    A round counts if all R requests were live in it and no prompt was filled
+    before it.
+
+    Args:
+      engine: idle, in `compact` mode.
+      cfg: how often, from which context, under which sampling.
+      say: progress.
+    """
+    turns, log = Turns(engine), RoundLog(engine)
+    rng = np.random.default_rng(cfg.seed)
+    allowed = [t for t in range(engine.spec.vocab_size) if t != engine.mask_id]
+    settings = serving.settings_from(
+        cfg.serve, max_new_tokens=cfg.serve.max_new_tokens, ignore_eos=True
+    )
+    seconds: dict[Shape, list[float]] = {}
+    needed = cfg.warmup + cfg.repeats
+    for requests, rows in engine.ladder.buckets:
+        turns.shapes = [(requests, 0), *((requests, t) for t in rows)]
+        found: dict[Shape, list[float]] = collections.defaultdict(list)
+        while min(len(found[shape]) for shape in turns.shapes) < needed:
+            for _ in range(requests):
+                prompt = rng.choice(allowed, cfg.context).tolist()
+                seed = int(rng.integers(2**31))
+                engine.submit(prompt, dataclasses.replace(settings, seed=seed))
+            seen = len(log.rows)
+            while engine.busy:
+                log.step()
+            for row in log.rows[seen:]:
+                if len(row["verify_lens"]) == requests and not row["filled"]:
+                    shape = (requests, row["T"] if row["draft"] else 0)
+                    found[shape].append(row["measured_s"])
+            if len(log.rows) == seen or not found:
+                raise UserError(
+                    f"serve.max_new_tokens={cfg.serve.max_new_tokens} ends every "
+                    "request before a round is timed; raise it"
+                )
+        for shape in turns.shapes:
+            seconds[shape] = found[shape][cfg.warmup :]
+        say(
+            f"profile: {requests} requests, "
+            + ", ".join(
+                f"{t or 'plain'} rows {1e3 * statistics.median(seconds[r, t]):.2f} ms"
+                for r, t in turns.shapes
+            )
+        )
+    return seconds
+
+
+def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
+    """Writes `cost.json` (and the other form beside it); returns metrics.
+
+    Raises:
+      UserError: no such drafter, one without confidence, or too little context.
+    """
+    target, params = serving.load_serving_target(cfg.target)
+    exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
+    layout = exported.drafter.layout
+    room = room_of(cfg.serve.max_context, layout.window, target.spec)
+    if cfg.context + cfg.serve.max_new_tokens > room:
+        raise UserError(
+            f"context={cfg.context} and serve.max_new_tokens="
+            f"{cfg.serve.max_new_tokens} are more than the {room} tokens a slot can "
+            "hold; lower them, or raise serve.max_context"
+        )
+    ladder = even_ladder(
+        runtime.slot_buckets(cfg.serve.slots), layout.window, cfg.row_buckets
+    )
+    # Any table makes the planner weigh its choices; what it says is not used.
+    table = CostTable(FlatCost((1,), (1.0,), cfg.serve.slots * layout.window))
+    engine = serving.make_engine(
+        target,
+        params,
+        cfg.serve,
+        exported,
+        chunks_per_tick=cfg.serve.slots,
+        plan=PlanOptions(mode=COMPACT),
+        ladder=ladder,
+        cost=table,
+    )
+    pipeline.say(f"profile: ladder {ladder.buckets}")
+    medians = {
+        shape: statistics.median(values)
+        for shape, values in measure(engine, cfg, pipeline.say).items()
+    }
+    samples = [Sample(r, t, s) for (r, t), s in medians.items() if t]
+    plain = sorted((r, s) for (r, t), s in medians.items() if not t)
+    source = Source(
+        **runtime.facts(target, exported),
+        num_draft=layout.num_draft,
+        ladder=ladder.buckets,
+    )
+    fitted = {
+        "additive": cost_tables.fit_additive(samples),
+        "flat": cost_tables.fit_flat(samples),
+    }
+    errors = {}
+    for form, cost in fitted.items():
+        written = CostTable(
+            cost, tuple(r for r, _ in plain), tuple(s for _, s in plain), source
+        )
+        name = COST_NAME if form == cfg.form else f"cost.{form}.json"
+        calibration.write(written, str(workdir / name))
+        largest, median = cost_tables.relative_errors(cost, samples)
+        errors[form] = {"max": largest, "median": median}
+    rows_ms: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        row = rows_ms.setdefault(str(sample.requests), {})
+        row[str(sample.rows)] = 1e3 * sample.seconds
+    return {
+        "form": cfg.form,
+        "fit_error": errors,
+        "round_ms": rows_ms,
+        "plain_ms": {str(r): 1e3 * s for r, s in plain},
+        "table": {
+            "predicted_over_measured": cost_tables.predicted_over_measured(
+                fitted[cfg.form], samples
+            )
+        },
+        "window": layout.window,
+        "context": cfg.context,
+        "repeats": cfg.repeats,
+        "sampling": runtime.regime_of(cfg.serve),
+    }

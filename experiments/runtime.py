@@ -1,0 +1,134 @@
+"""What the runtime's tasks share: files, programs, and what both must agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from experiments import serving, session
+from spec_jax.config import schema
+from spec_jax.core import calibration
+from spec_jax.core.verify_layout import even_ladder, full_ladder
+from spec_jax.data.files import write_atomically
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.plan import STATIC, PlanOptions
+from spec_jax.decode.request import Settings
+from spec_jax.decode.state import RoundResult
+from spec_jax.export.folder import Exported
+from spec_jax.target.loading import Target
+
+GREEDY = "greedy"
+
+
+def find_file(path: str) -> str:
+    """The file below the current folder, else one that comes with the project."""
+    path = os.path.expanduser(path)
+    beside = session.ROOT / path
+    return str(beside) if not os.path.exists(path) and beside.is_file() else path
+
+
+def regime_of(settings: Settings | schema.Serve) -> str:
+    """The sampling regime in words: what one STS file is fitted for."""
+    if settings.temperature == 0:
+        return GREEDY
+    off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    parts = [
+        f"{name}={getattr(settings, name):g}"
+        for name, value in off.items()
+        if getattr(settings, name) != value
+    ]
+    return ", ".join(parts)
+
+
+def facts(target: Target, drafter: Exported | None) -> dict[str, str]:
+    """What a measured file must have been measured on: model, drafter, device."""
+    return {
+        "model": target.fingerprint,
+        "drafter": drafter.weights_sha256 if drafter is not None else "",
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def slot_buckets(slots: int) -> tuple[int, ...]:
+    """R of the programs: doubling from 1, then all slots."""
+    powers = [1]
+    while powers[-1] < slots:
+        powers.append(min(2 * powers[-1], slots))
+    return tuple(powers)
+
+
+def load_planning(
+    cfg: schema.ServeOffline,
+    target: Target,
+    drafter: Exported | None,
+    settings: Iterable[Settings],
+) -> dict[str, Any]:
+    """What `serving.make_engine` needs to plan as the recipe says.
+
+    Args:
+      cfg: the recipe.
+      target: the target.
+      drafter: its drafter, or None.
+      settings: of the requests to come: temperatures are for one regime.
+
+    Raises:
+      UserError: a table or temperatures that were made for something else.
+    """
+    buckets = slot_buckets(cfg.serve.slots)
+    if drafter is None:
+        return {"ladder": full_ladder(buckets, 1)}
+    num_draft = drafter.drafter.layout.num_draft
+    if cfg.mode == STATIC:
+        window = serving.topology_of(cfg.serve).window(num_draft)
+        return {"ladder": full_ladder(buckets, window)}
+    ladder = even_ladder(buckets, num_draft + 1, cfg.row_buckets)
+    known = facts(target, drafter)
+    temperatures, cost = (), None
+    if cfg.sts:
+        regimes = {regime_of(s) for s in settings }
+        fitted = calibration.read_sts(find_file(cfg.sts)).check(
+            num_draft,
+            **known,
+            sampling=regimes.pop() if len(regimes) == 1 else None,
+            allow_unmarked=cfg.allow_unmarked,
+        )
+        temperatures = fitted.temperatures
+    if cfg.cost:
+        cost = calibration.read_cost(find_file(cfg.cost)).check(
+            **known,
+            num_draft=num_draft,
+            ladder=ladder.buckets,
+            allow_unmarked=cfg.allow_unmarked,
+        )
+    return {
+        "plan": PlanOptions(mode=cfg.mode, temperatures=temperatures),
+        "ladder": ladder,
+        "cost": cost,
+    }
+
+
+def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines; a reader sees all of them or none."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(str(path), text.encode())
+
+
+def watch(engine: Engine, on_round: Callable[[RoundResult], None]) -> None:
+    """Shows every round's result as the host reads it, one round late.
+
+    The results pass the engine's one door (`fetch`) in the order of the rounds.
+    """
+    fetch = engine.fetch
+
+    def seen(tree):
+        result = fetch(tree)
+        if isinstance(result, RoundResult):
+            on_round(result)
+        return result
+
+    engine.fetch = seen  # type: ignore[method-assign]

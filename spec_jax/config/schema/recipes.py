@@ -1,0 +1,121 @@
+"""One class per task of `experiments`: which sections it has, and what must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spec_jax.config.schema.checks import Pairs, check
+from spec_jax.config.schema.data import Capture, Data
+from spec_jax.config.schema.serving import Serve
+from spec_jax.config.schema.target import Target
+from spec_jax.config.schema.training import Drafter, Export, Train
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """What every recipe says.
+
+    Attributes:
+      task: the module of `experiments` that runs it.
+      seed: of every random stream.
+      max_load: share of the machine that other processes may use while this run
+        measures; above it the report says `valid: false`.
+      target: the target.
+    """
+
+    task: str = "pipeline"
+    seed: int = 0
+    max_load: float = 0.15
+    target: Target = Target()
+
+    def __post_init__(self):
+        check(0 <= self.seed < 2**31, "seed", self.seed, "must lie in [0, 2147483647]")
+        check(0 < self.max_load <= 1, "max_load", self.max_load, "must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline(Common):
+    """Prompts, capture, training, export and a check of the exported drafter.
+
+    Attributes:
+      objective: pairs for the objective's own options.
+      mesh: pairs for the mesh's own options.
+    """
+
+    data: Data = Data()
+    capture: Capture = Capture()
+    drafter: Drafter = Drafter()
+    objective: Pairs = ()
+    mesh: Pairs = ()
+    train: Train = Train()
+    serve: Serve = Serve()
+    export: Export = Export()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            self.data.max_tokens <= self.train.seq_len,
+            "train.seq_len",
+            self.train.seq_len,
+            f"must be at least data.max_tokens={self.data.max_tokens}: conversations "
+            "are never cut",
+        )
+        check(
+            self.data.max_tokens <= self.serve.max_context,
+            "serve.max_context",
+            self.serve.max_context,
+            f"must be at least data.max_tokens={self.data.max_tokens}",
+        )
+        check(
+            self.train.eval_prompts <= self.data.held_out,
+            "train.eval_prompts",
+            self.train.eval_prompts,
+            f"must be at most data.held_out={self.data.held_out}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(Common):
+    """One prompt, streamed to the terminal.
+
+    Attributes:
+      prompt: the user's turn.
+      drafter: an exported drafter folder; "" decodes plainly.
+      system: system message; "" leaves the template's own.
+      thinking: the chat template's thinking switch.
+      raw: True skips the chat template.
+      colour: "auto", "always" or "never".
+    """
+
+    task: str = "generate"
+    prompt: str = ""
+    drafter: str = ""
+    system: str = ""
+    thinking: bool = False
+    raw: bool = False
+    colour: str = "auto"
+    serve: Serve = Serve(slots=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            bool(self.prompt.strip()),
+            "prompt",
+            self.prompt,
+            'is empty; say --config.prompt="..."',
+        )
+        check(
+            self.colour in ("auto", "always", "never"),
+            "colour",
+            self.colour,
+            "must be one of ['auto', 'always', 'never']",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesise(Common):
+    """Prompts and the target's answers to them, as one file."""
+
+    task: str = "synthesise"
+    data: Data = Data()
+    serve: Serve = Serve()

@@ -1,0 +1,147 @@
+"""Recipes of the decode runtime: what it is measured with, and what it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spec_jax.config.schema.checks import check
+from spec_jax.config.schema.recipes import Common
+from spec_jax.config.schema.serving import Serve
+
+MODES = ("static", "cap_accept", "compact")
+FORMS = ("additive", "flat")
+PACES = ("arrival", "fast")
+
+
+def _needs_drafter(drafter: str) -> None:
+    check(
+        bool(drafter),
+        "drafter",
+        drafter,
+        "is empty; name an exported drafter folder with --config.drafter=<folder>",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrate(Common):
+    """Fits STS temperatures to a drafter's confidence, for one sampling regime.
+
+    Attributes:
+      drafter: an exported drafter folder.
+      prompts: held-out prompts: a `.jsonl` file, or "builtin".
+      max_prompts: prompts taken of it; 0 is all.
+      dataset: what the file says it was fitted on; "" is regime and prompts.
+      num_bins: bins of the calibration error.
+      min_rounds: rounds below which nothing is fitted.
+      serve: its sampling values are the regime; its slots decode together.
+    """
+
+    task: str = "calibrate"
+    drafter: str = ""
+    prompts: str = "builtin"
+    max_prompts: int = 0
+    dataset: str = ""
+    num_bins: int = 15
+    min_rounds: int = 200
+    serve: Serve = Serve()
+
+    def __post_init__(self):
+        super().__post_init__()
+        _needs_drafter(self.drafter)
+        _top(self, 0, "max_prompts")
+        _top(self, 1, "num_bins", "min_rounds")
+        check(bool(self.prompts), "prompts", self.prompts, 'is empty; try "builtin"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile(Common):
+    """Measures whole rounds over live requests and verified rows.
+
+    Attributes:
+      drafter: an exported drafter folder.
+      form: of `cost.json`: "additive" or "flat"; the other one lies beside it.
+      row_buckets: row buckets T of each R.
+      warmup: rounds of each shape that are thrown away.
+      repeats: timed rounds of each shape; medians count.
+      context: tokens of every request before the first timed round.
+      serve: `slots` is the largest R; R doubles up to it. Its sampling values are
+        those of the timed rounds.
+    """
+
+    task: str = "profile"
+    drafter: str = ""
+    form: str = "additive"
+    row_buckets: int = 4
+    warmup: int = 2
+    repeats: int = 12
+    context: int = 128
+    serve: Serve = Serve()
+
+    def __post_init__(self):
+        super().__post_init__()
+        _needs_drafter(self.drafter)
+        check(self.form in FORMS, "form", self.form, f"must be one of {list(FORMS)}")
+        _top(self, 1, "row_buckets", "repeats", "context")
+        _top(self, 0, "warmup")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOffline(Common):
+    """A workload file through the engine, with a record of every round.
+
+    Attributes:
+      drafter: an exported drafter folder; "" decodes plainly.
+      workload: a workload file (see `data.workload`).
+      pace: "arrival" keeps the file's arrival times, "fast" submits all at once.
+      mode: "static" verifies full windows, "compact" spends a budget on the drafts
+        most likely to be reached, "cap_accept" verifies full windows and commits
+        inside that budget only.
+      cost: a cost table that `configs/profile.py` made; "" has no budget and
+        verifies everything.
+      sts: temperatures that `configs/calibrate.py` made; "" leaves the confidence
+        as the drafter gives it.
+      allow_unmarked: accept a table or temperatures that do not say what they were
+        measured on (other programs').
+      row_buckets: row buckets T of each R (`compact`); as in the cost table.
+      serve: what requests do not say themselves.
+    """
+
+    task: str = "serve_offline"
+    drafter: str = ""
+    workload: str = "configs/workloads/mixed.jsonl"
+    pace: str = "arrival"
+    mode: str = "static"
+    cost: str = ""
+    sts: str = ""
+    allow_unmarked: bool = False
+    row_buckets: int = 4
+    serve: Serve = Serve()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.pace in PACES, "pace", self.pace, f"must be one of {list(PACES)}")
+        check(self.mode in MODES, "mode", self.mode, f"must be one of {list(MODES)}")
+        _top(self, 1, "row_buckets")
+        check(bool(self.workload), "workload", self.workload, "is empty; name a file")
+        if self.mode != "static":
+            check(
+                bool(self.drafter),
+                "mode",
+                self.mode,
+                "plans drafts and needs a drafter; name one, or use 'static'",
+            )
+            return
+        for name in ("cost", "sts"):
+            check(
+                not getattr(self, name),
+                name,
+                getattr(self, name),
+                "is for the modes with a budget; say --config.mode=compact, or leave "
+                "it out",
+            )
+
+
+def _top(record, low: int, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        check(value >= low, name, value, f"must be {low} or more")

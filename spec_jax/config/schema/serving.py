@@ -1,0 +1,91 @@
+"""How tokens are decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spec_jax.config.schema.checks import (
+    ascending,
+    at_least,
+    check,
+    share,
+    temperature,
+    top_p,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve:
+    """How tokens are decoded.
+
+    Attributes:
+      slots: B, requests decoded together.
+      max_context: A, tokens a slot may hold.
+      prefill_buckets: lengths a prompt chunk is padded to; () is powers of two.
+      num_draft: M, drafts of a round; 0 is what the drafter was trained for.
+      speculate: False decodes plainly.
+      topology: "chain", "static_tree" or "dynamic_tree", where the drafter can.
+      tree_depth: levels of a dynamic tree.
+      tree_top_k: children of an expanded node, and nodes expanded per level.
+      tree_nodes: drafts of a dynamic tree that are verified.
+      tree_parents: of a static tree, each draft row's parent row (0: the root).
+      one_hot_draft: at temperature > 0, draft the likeliest token (q one-hot)
+        instead of sampling q.
+      temperature: 0 is greedy.
+      top_k: 0 keeps all.
+      top_p: 1.0 keeps all.
+      min_p: 0.0 keeps all.
+      max_new_tokens: longest answer.
+    """
+
+    slots: int = 4
+    max_context: int = 512
+    prefill_buckets: tuple[int, ...] = ()
+    num_draft: int = 0
+    speculate: bool = True
+    topology: str = "chain"
+    tree_depth: int = 5
+    tree_top_k: int = 4
+    tree_nodes: int = 15
+    tree_parents: tuple[int, ...] = ()
+    one_hot_draft: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+
+    def __post_init__(self):
+        at_least(1, "serve", self, "slots", "max_new_tokens")
+        at_least(2, "serve", self, "max_context")
+        at_least(0, "serve", self, "num_draft", "top_k")
+        temperature("serve", self, "temperature")
+        top_p("serve", self, "top_p")
+        share("serve", self, "min_p")
+        ascending("serve", self, "prefill_buckets")
+        check(
+            not self.prefill_buckets or self.prefill_buckets[-1] <= self.max_context,
+            "serve.prefill_buckets",
+            self.prefill_buckets,
+            f"must end at or below serve.max_context={self.max_context}",
+        )
+        check(
+            self.max_new_tokens < self.max_context,
+            "serve.max_new_tokens",
+            self.max_new_tokens,
+            f"must be less than serve.max_context={self.max_context}",
+        )
+
+    @property
+    def prefill_ladder(self) -> tuple[int, ...]:
+        """The prefill buckets, derived where none were named (longest 256)."""
+        return self.prefill_buckets or _powers(32, min(256, self.max_context))
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    """Doubling from `first`, below `last`; then `last` itself."""
+    ladder = []
+    while first < last:
+        ladder.append(first)
+        first *= 2
+    return (*ladder, last)

@@ -1,0 +1,72 @@
+"""When speculation switches itself off for a request, and why.
+
+Decisions read booked results and the host's own counts only, so that the same
+requests in the same order make the same choices. Switching changes speed and
+never a greedy text; a sampled one keeps its law, and a seeded one its tokens
+only while nothing switches (or with a window of its own, which never does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from spec_jax.core.errors import UserError
+
+ACCEPTANCE, LOAD, CONTEXT = "acceptance", "load", "context"
+REASONS = (ACCEPTANCE, LOAD, CONTEXT)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoOff:
+    """Limits past which a request decodes plainly.
+
+    Attributes:
+      min_accept_length: off for good once the mean of r + 1 over the last
+        `rounds` rounds with drafts is below this; 0 is never.
+      rounds: length of that moving mean.
+      max_active: off while more requests than this decode together; None: never.
+      max_context: off for good once prompt and answer are longer; None: never.
+    """
+
+    min_accept_length: float = 0.0
+    rounds: int = 16
+    max_active: int | None = None
+    max_context: int | None = None
+
+    def __post_init__(self):
+        if self.min_accept_length < 0:
+            raise UserError(
+                f"serve.auto_off.min_accept_length={self.min_accept_length} must be 0 "
+                "(never) or positive"
+            )
+        if self.rounds < 1:
+            raise UserError(f"serve.auto_off.rounds={self.rounds} must be at least 1")
+        for name in ("max_active", "max_context"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(
+                    f"serve.auto_off.{name}={value} must be None (never) or at least 0"
+                )
+
+
+def reason_off(
+    limits: AutoOff, accepted: Sequence[int], length: int, active: int
+) -> str | None:
+    """Why a request should decode plainly now, or None.
+
+    Args:
+      limits: the options.
+      accepted: r of its rounds with drafts, oldest first.
+      length: its booked tokens, prompt and answer.
+      active: requests that decode together.
+    """
+    if limits.max_context is not None and length > limits.max_context:
+        return CONTEXT
+    recent = accepted[-limits.rounds :]
+    made = sum(recent) + len(recent)
+    if len(recent) == limits.rounds and made < limits.min_accept_length * len(recent):
+        return ACCEPTANCE
+    if limits.max_active is not None and active > limits.max_active:
+        return LOAD
+    return None

@@ -1,0 +1,263 @@
+"""Budget: how many draft rows a round may spend, and in which program.
+
+The host knows the survival of earlier rounds and what each program costs. It
+chooses the K that maximises expected tokens per second of the whole round,
+`(R + sum of the K best) / round_time(R, R + K)`, over all K: round times have
+steps, so the first local maximum may be a bad one. Not drafting at all is one of
+the choices. Out come a number and a program, never positions: which drafts are
+verified is decided on the device, from the current round (`decode.plan`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec_jax.core.calibration import CostTable
+from spec_jax.core.errors import UserError
+from spec_jax.core.verify_layout import Ladder
+from spec_jax.decode.plan import PlanOptions
+from spec_jax.decode.relay import History, Relay
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetOptions:
+    """Choices of the host's planner.
+
+    Attributes:
+      align_rows: raise K until the chosen program's rows are full: they are run
+        as padding otherwise.
+      may_stop: not drafting at all is a choice (where its time is known).
+      probe_every: rounds without drafts after which drafting is tried again.
+      lag: rounds between confidence and the budget made from it.
+      extra_lag: more of them.
+      wait: wait for that round's confidence instead of giving up on a late one
+        (tests and law runs).
+    """
+
+    align_rows: bool = False
+    may_stop: bool = True
+    probe_every: int = 64
+    lag: int = 2
+    extra_lag: int = 0
+    wait: bool = False
+
+    def __post_init__(self):
+        for name, least in (("probe_every", 1), ("lag", 1), ("extra_lag", 0)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"serve.{name}={getattr(self, name)} must be at least {least}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What the next round runs.
+
+    Attributes:
+      draft: False for the plain program.
+      budget: K, the most draft rows of all planned requests together.
+      requests: R of the program.
+      rows: T of the program.
+      seconds: predicted time of the round; None without a table.
+    """
+
+    draft: bool
+    budget: int
+    requests: int
+    rows: int
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a budget is chosen from; fixed for an engine.
+
+    Attributes:
+      ladder: the (R, T) programs.
+      num_draft: M.
+      plan: clamps and `survival_eps`, the device's own.
+      table: round times, or None: verify everything.
+      align_rows: see `BudgetOptions`.
+    """
+
+    ladder: Ladder
+    num_draft: int
+    plan: PlanOptions
+    table: CostTable | None = None
+    align_rows: bool = False
+
+
+def _program(terms: Terms, requests: int, budget: int, count: int) -> Choice:
+    rows = terms.ladder.rows(requests, count)
+    seconds = None
+    if terms.table is not None:
+        seconds = float(terms.table.round_time(requests, rows))
+    return Choice(True, budget, requests, rows, seconds)
+
+
+def uniform(terms: Terms, requests: int, planned: int, fixed_rows: int = 0) -> Choice:
+    """No budget: every planned request gets its longest window."""
+    _, most = terms.plan.bounds(terms.num_draft + 1)
+    budget = planned * (most - 1)
+    return _program(terms, requests, budget, planned + fixed_rows + budget)
+
+
+def plain(terms: Terms, requests: int) -> Choice:
+    """One row per request, nothing drafted."""
+    seconds = None if terms.table is None else terms.table.plain_time(requests)
+    return Choice(False, 0, requests, requests, seconds)
+
+
+def choose(
+    terms: Terms,
+    requests: int,
+    history: Sequence[np.ndarray | None],
+    *,
+    fixed: int = 0,
+    fixed_rows: int = 0,
+    may_stop: bool = True,
+) -> Choice:
+    """The best K by the history of each planned request; a pure function.
+
+    Args:
+      terms: programs, times, clamps.
+      requests: R of the program: the slots that are in use fit in it.
+      history: per planned request its survival `[M]`, or None where nothing is
+        known of it, which counts 1 everywhere.
+      fixed: requests no budget decides for, with `fixed_rows` rows together.
+      may_stop: not drafting is a choice; it comes first where it is as good.
+
+    Returns:
+      The first maximum of tokens per second: ties take the smaller K.
+    """
+    planned = len(history)
+    if terms.table is None:
+        return uniform(terms, requests, planned, fixed_rows)
+    least, most = terms.plan.bounds(terms.num_draft + 1)
+    ones = np.ones(terms.num_draft)
+    survival_XM = np.asarray(
+        [ones if h is None else h for h in history], np.float64
+    ).reshape(planned, terms.num_draft)
+    paid = survival_XM[:, : least - 1].sum()
+    values = survival_XM[:, least - 1 : most - 1].ravel()
+    values = np.sort(values[values >= terms.plan.survival_eps])[::-1]
+    gained_K = np.concatenate([[0.0], np.cumsum(values)])
+    budget_K = planned * (least - 1) + np.arange(len(gained_K))
+    count_K = planned + fixed_rows + budget_K
+    buckets = np.asarray(dict(terms.ladder.buckets)[requests])
+    rows_K = buckets[np.searchsorted(buckets, count_K)]
+    tokens_K = planned + fixed + paid + gained_K
+    rate_K = tokens_K / terms.table.round_time(requests, rows_K)
+    best = int(np.argmax(rate_K))
+    stopped = plain(terms, requests)
+    if may_stop and stopped.seconds is not None:
+        stopped_rate = (planned + fixed) / stopped.seconds
+        if stopped_rate >= rate_K[best]:
+            return stopped
+    budget, rows = int(budget_K[best]), int(rows_K[best])
+    if terms.align_rows:
+        budget = min(rows - planned - fixed_rows, planned * (most - 1))
+    return _program(terms, requests, budget, rows)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a planner has seen.
+
+    Attributes:
+      decisions: rounds decided.
+      no_budget: of them without any history (the first rounds).
+      not_ready: of them whose entry had not arrived.
+      slots: planned requests in rounds that had a history.
+      stale: of them whose slot had another request then, or none.
+      stopped: rounds without drafts; probes: times drafting was tried again.
+    """
+
+    decisions: int = 0
+    no_budget: int = 0
+    not_ready: int = 0
+    slots: int = 0
+    stale: int = 0
+    stopped: int = 0
+    probes: int = 0
+
+
+class Planner:
+    """Decides each round's program; the host's memory between rounds.
+
+    Two cold starts stay apart: without any history there is no budget and the
+    layout is uniform; a request that is new in its slot counts survival 1 beside
+    neighbours whose history is known.
+    """
+
+    def __init__(self, terms: Terms, options: BudgetOptions):
+        self.terms = dataclasses.replace(terms, align_rows=options.align_rows)
+        self.options = options
+        self.relay = Relay(options.lag + options.extra_lag, wait=options.wait)
+        self.counts = Counts()
+        self._last: History | None = None
+        self._idle = 0
+        self._probe_from: int | None = None
+
+    def decide(
+        self, round_index: int, live: Mapping[int, int], own_rows: Mapping[int, int]
+    ) -> Choice:
+        """The next round's program and budget.
+
+        Args:
+          round_index: rounds dispatched so far.
+          live: slot -> generation of the request in it.
+          own_rows: slots no budget decides for -> their rows.
+        """
+        self.counts.decisions += 1
+        requests = self.terms.ladder.requests(max(live) + 1)
+        planned = [slot for slot in sorted(live) if slot not in own_rows]
+        fixed_rows = sum(own_rows[slot] for slot in live if slot in own_rows)
+        if not self.terms.plan.is_planned:
+            return uniform(self.terms, requests, len(planned), fixed_rows)
+        history, late = self.relay.read(round_index)
+        if late:
+            self.counts.not_ready += 1
+            return uniform(self.terms, requests, len(planned), fixed_rows)
+        if history is not None:
+            self._last = history
+            probe_from = self._probe_from
+            if probe_from is not None and history.round_index >= probe_from:
+                self._probe_from = None
+        if self._last is None:
+            self.counts.no_budget += 1
+            return uniform(self.terms, requests, len(planned), fixed_rows)
+        seen = [self._last.of(slot, live[slot]) for slot in planned]
+        self.counts.slots += len(seen)
+        self.counts.stale += sum(values is None for values in seen)
+        has_window = any(own_rows[slot] > 1 for slot in live if slot in own_rows)
+        choice = choose(
+            self.terms,
+            requests,
+            seen,
+            fixed=len(live) - len(planned),
+            fixed_rows=fixed_rows,
+            may_stop=self.options.may_stop
+            and self._probe_from is None
+            and not has_window,
+        )
+        if choice.draft:
+            self._idle = 0
+            return choice
+        self._idle += 1
+        self.counts.stopped += 1
+        if self._idle >= self.options.probe_every:
+            # Drafts run from the next round until their confidence is back.
+            self._idle, self._probe_from = 0, round_index + 1
+            self.counts.probes += 1
+        return choice
+
+    def dispatched(
+        self, round_index: int, live: Mapping[int, int], survival_RM
+    ) -> None:
+        """Notes a round that runs; `survival_RM` is None where none was planned."""
+        if survival_RM is not None:
+            self.relay.push(round_index, survival_RM, live)

@@ -1,0 +1,1 @@
+"""One module per kind of drafter: its public names and its `config.json`."""

@@ -1,0 +1,228 @@
+"""The host's choice of K and program, the relay, and the two cold starts."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spec_jax.core.calibration import AdditiveCost, CostTable, FlatCost
+from spec_jax.core.errors import UserError
+from spec_jax.core.verify_layout import Ladder, even_ladder
+from spec_jax.decode.budget import BudgetOptions, Choice, Planner, Terms, choose
+from spec_jax.decode.plan import PlanOptions
+from spec_jax.decode.relay import Relay
+
+M = 3
+LADDER = Ladder(((2, (2, 4, 6, 8)), (4, (4, 6, 8, 12, 16))))
+PLAN = PlanOptions(mode="compact")
+LINEAR = CostTable(AdditiveCost(1.0, (1, 4), (0.0, 0.3), (2, 16), (0.0, 1.4)))
+# Steps: cheap up to 5 rows, dear up to 8, and nearly flat from there.
+STEPPED = CostTable(FlatCost((1, 6, 9), (1.0, 1 / 2.6, 1 / 2.7), 16))
+
+
+def oracle(terms, requests, history, stop=True, fixed=0, fixed_rows=0):
+    """Every K by loops, float64."""
+    plan = terms.plan
+    most = min(plan.max_verify_len or M + 1, M + 1)
+    least = plan.min_verify_len
+    rows = [[1.0] * M if h is None else [float(x) for x in h] for h in history]
+    paid = sum(sum(r[: least - 1]) for r in rows)
+    values = sorted(
+        (x for r in rows for x in r[least - 1 : most - 1] if x >= plan.survival_eps),
+        reverse=True,
+    )
+    best, found = -1.0, None
+    plain = terms.table.plain_time(requests)
+    if stop and plain is not None:
+        best, found = (len(rows) + fixed) / plain, (False, 0, requests)
+    for extra in range(len(values) + 1):
+        k = extra + len(rows) * (least - 1)
+        need = len(rows) + fixed_rows + k
+        t = min(t for t in dict(terms.ladder.buckets)[requests] if t >= need)
+        tokens = len(rows) + fixed + paid + sum(values[:extra])
+        rate = tokens / terms.table.round_time(requests, t)
+        if rate > best + 1e-12:
+            best, found = rate, (True, k, t)
+    return found
+
+
+TABLES = [LINEAR, STEPPED, CostTable(LINEAR.cost, (1, 4), (0.7, 1.1))]
+PLANS = [
+    PLAN,
+    PlanOptions(mode="compact", min_verify_len=2),
+    PlanOptions(mode="compact", max_verify_len=3, survival_eps=0.05),
+]
+
+
+@pytest.mark.parametrize(("table", "plan"), itertools.product(TABLES, PLANS))
+def test_choice_equals_a_search_over_every_budget(table, plan):
+    terms = Terms(LADDER, M, plan, table)
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(60):
+        count = int(rng.integers(1, 5))
+        history = [
+            None
+            if rng.random() < 0.2
+            else np.cumprod(rng.random(M) ** rng.choice([1, 4]))
+            for _ in range(count)
+        ]
+        requests = LADDER.requests(count)
+        got = choose(terms, requests, history)
+        want = oracle(terms, requests, history)
+        assert (got.draft, got.budget, got.rows) == want
+        assert got.requests == requests
+        if got.draft:
+            assert got.seconds == table.round_time(requests, got.rows)
+        else:
+            assert got.seconds == table.plain_time(requests)
+        seen.add(want)
+    assert len(seen) > 3
+
+
+def test_the_global_maximum_wins_over_the_first_one():
+    """A dear step, then flat time: no local search gets past it."""
+    history = [np.full(M, 0.9)] * 4
+    rates = []
+    for k in range(13):
+        t = min(t for t in (4, 6, 8, 12, 16) if t >= 4 + k)
+        rates.append((4 + 0.9 * k) / STEPPED.round_time(4, t))
+    assert rates[0] > rates[1] and max(rates) == rates[12] > rates[0]
+    got = choose(Terms(LADDER, M, PLAN, STEPPED), 4, history)
+    assert (got.budget, got.rows) == (12, 16)
+
+
+def test_ties_take_the_smaller_budget():
+    flat = CostTable(FlatCost((1,), (1.0,), 16))
+    # Nothing above eps: every K buys nothing.
+    got = choose(Terms(LADDER, M, PLAN, flat), 2, [np.zeros(M)] * 2)
+    assert (got.draft, got.budget) == (True, 0)
+    same = CostTable(flat.cost, (1,), (1.0,))
+    assert not choose(Terms(LADDER, M, PLAN, same), 2, [np.zeros(M)] * 2).draft
+
+
+def test_alignment_fills_the_program():
+    history = [np.array([0.9, 0.01, 0.001]), np.array([0.9, 0.9, 0.9])]
+    slow = CostTable(AdditiveCost(1.0, (1,), (0.0,), (2, 8), (0.0, 3.0)))
+    ladder = Ladder(((2, (5, 8)),))
+    free = choose(Terms(ladder, M, PLAN, slow), 2, history)
+    aligned = choose(Terms(ladder, M, PLAN, slow, align_rows=True), 2, history)
+    assert free.rows == aligned.rows == 5
+    assert free.budget == aligned.budget == 3
+    few = [np.array([0.9, 0.0, 0.0]), np.array([0.9, 0.0, 0.0])]
+    assert choose(Terms(ladder, M, PLAN, slow), 2, few).budget == 2
+    assert choose(Terms(ladder, M, PLAN, slow, align_rows=True), 2, few).budget == 3
+
+
+def test_no_table_verifies_everything():
+    got = choose(Terms(LADDER, M, PLAN), 4, [np.zeros(M)] * 3)
+    assert got == Choice(True, 9, 4, 12)
+    clamped = PlanOptions(mode="compact", max_verify_len=2)
+    assert choose(Terms(LADDER, M, clamped), 4, [np.zeros(M)] * 3).budget == 3
+
+
+def test_windows_of_their_own_need_rows_but_no_budget():
+    terms = Terms(LADDER, M, PLAN, LINEAR)
+    history = [np.array([0.8, 0.5, 0.1])] * 2
+    got = choose(terms, 4, history, fixed=2, fixed_rows=8)
+    want = oracle(terms, 4, history, fixed=2, fixed_rows=8)
+    assert (got.draft, got.budget, got.rows) == want
+    assert got.rows >= 10
+
+
+def planner_of(table=LINEAR, **changes):
+    return Planner(Terms(LADDER, M, PLAN, table), BudgetOptions(**changes))
+
+
+def test_relay_keeps_the_lag_and_the_ring():
+    relay = Relay(2)
+    for n in range(6):
+        history, late = relay.read(n)
+        assert not late
+        assert (history is None) == (n < 2)
+        if history is not None:
+            assert history.round_index == n - 2
+            assert history.survival_RM[0, 0] == n - 2
+        relay.push(n, np.full((1, M), n, np.float32), {0: 7})
+    # Round 6 drafted nothing: nothing to plan round 8 with.
+    assert relay.read(7)[0].round_index == 5
+    assert relay.read(8) == (None, False)
+    with pytest.raises(UserError, match="relay_lag=0"):
+        Relay(0)
+
+
+def test_late_entries_give_no_budget_and_are_counted(monkeypatch):
+    import jax
+
+    planner = planner_of()
+    arrays = [jax.numpy.full((2, M), 0.01) for _ in range(4)]
+    live = {0: 1, 1: 2}
+    full = 2 * M
+    assert planner.decide(0, live, {}).budget == full  # no relay yet
+    planner.dispatched(0, live, arrays[0])
+    assert planner.decide(1, live, {}).budget == full
+    planner.dispatched(1, live, arrays[1])
+    assert planner.decide(2, live, {}).budget < full
+    planner.dispatched(2, live, arrays[2])
+    monkeypatch.setattr(type(arrays[0]), "is_ready", lambda self: False)
+    assert planner.decide(3, live, {}).budget == full
+    assert planner.counts.not_ready == 1 and planner.counts.no_budget == 2
+    waiting = planner_of(wait=True)
+    waiting.dispatched(0, live, arrays[0])
+    assert waiting.decide(2, live, {}).budget < full
+    assert waiting.counts.not_ready == 0
+
+
+def test_a_new_request_counts_one_beside_known_neighbours():
+    planner = planner_of()
+    planner.dispatched(0, {0: 1, 1: 2}, np.full((2, M), 1e-9))
+    kept = planner.decide(2, {0: 1, 1: 2}, {})
+    assert kept.budget == 0
+    fresh = planner_of()
+    fresh.dispatched(0, {0: 1, 1: 2}, np.full((2, M), 1e-9))
+    renewed = fresh.decide(2, {0: 1, 1: 3}, {})
+    want = choose(fresh.terms, 2, [np.full(M, 1e-9), None])
+    assert renewed == want and renewed.budget == M
+    assert (fresh.counts.stale, fresh.counts.slots) == (1, 2)
+    # A slot that no program of that round covered.
+    assert fresh.decide(2, {0: 1, 3: 9}, {}).requests == 4
+
+
+def test_stopping_probes_again():
+    """Hopeless drafts stop; every few rounds they run until news is back."""
+    table = CostTable(LINEAR.cost, (1, 4), (0.6, 0.6))
+    planner = planner_of(table, probe_every=4)
+    live, trace = {0: 1, 1: 2}, []
+    for n in range(24):
+        choice = planner.decide(n, live, {})
+        good = n >= 14  # drafts become perfect
+        survival = np.full((2, M), 1.0 if good else 1e-9)
+        planner.dispatched(n, live, survival if choice.draft else None)
+        trace.append(choice.draft)
+    # Two cold rounds; four without; probes until their own confidence is there.
+    assert trace[:6] == [True, True, False, False, False, False]
+    assert trace[6:9] == [True, True, False]
+    assert sum(trace[2:14]) <= 5
+    assert all(trace[-6:])
+    assert planner.counts.probes >= 2
+    never = planner_of(table, may_stop=False)
+    never.dispatched(0, live, np.full((2, M), 1e-9))
+    assert never.decide(2, live, {}).draft
+
+
+def test_static_has_no_budget():
+    terms = Terms(LADDER, M, PlanOptions(), LINEAR)
+    planner = Planner(terms, BudgetOptions())
+    planner.relay.push(0, np.zeros((2, M)), {0: 1})
+    assert planner.decide(2, {0: 1, 2: 5}, {}).rows == 8
+    assert planner.counts.slots == 0
+
+
+def test_options_are_checked():
+    for name in ("probe_every", "lag"):
+        with pytest.raises(UserError, match=name):
+            BudgetOptions(**{name: 0})
+    with pytest.raises(UserError, match="extra_lag"):
+        BudgetOptions(extra_lag=-1)
+    assert planner_of(extra_lag=2).relay.lag == 4
+    assert even_ladder((2,), M + 1).buckets[0][1][-1] == 8

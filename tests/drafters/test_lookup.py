@@ -1,0 +1,137 @@
+"""Lookup against a search written as loops, and in the engine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.core import proposal as laws
+from spec_jax.core.errors import UserError
+from spec_jax.decode.forward import Weights
+from spec_jax.decode.request import Settings
+from spec_jax.drafters import base
+from spec_jax.drafters.frozen import frozen_from_params
+from tests.support import drafting, tiny
+
+SIZE_A = 20
+
+
+def find(text, ngram_max, ngram_min, num_draft):
+    """What followed the latest earlier occurrence of the longest known suffix."""
+    for size in range(min(ngram_max, len(text)), ngram_min - 1, -1):
+        suffix = text[len(text) - size :]
+        for end in range(len(text) - 1, size - 1, -1):  # ends before the text does
+            if text[end - size : end] == suffix:
+                return text[end : end + num_draft]
+    return []
+
+
+def load(**options):
+    return base.load("lookup", options, drafting.TINY)
+
+
+@pytest.mark.parametrize(
+    ("num_draft", "ngram_max", "ngram_min"), [(4, 3, 1), (6, 2, 2), (3, 5, 2)]
+)
+@pytest.mark.parametrize("alphabet", [2, 5])
+def test_it_finds_what_a_search_by_loops_finds(
+    num_draft, ngram_max, ngram_min, alphabet
+):
+    drafter = load(num_draft=num_draft, ngram_max=ngram_max, ngram_min=ngram_min)
+    rng = np.random.default_rng(alphabet)
+    size_b = 160
+    # History never fills the allocation: the anchor has no place in it.
+    length_B = rng.integers(0, SIZE_A, size_b).astype(np.int32)
+    text_BA = rng.integers(0, alphabet, (size_b, SIZE_A)).astype(np.int32)
+    anchor_B = rng.integers(0, alphabet, size_b).astype(np.int32)
+    made, _ = drafting.Programs(drafter).propose(
+        {}, None, text_BA[None], anchor_B, length_B
+    )
+    usable = np.asarray(made.usable_B)
+    for b in range(size_b):
+        text = [*text_BA[b, : length_B[b]].tolist(), int(anchor_B[b])]
+        want = find(text, ngram_max, ngram_min, num_draft)
+        got = np.asarray(made.tokens_BM[b, : usable[b]]).tolist()
+        assert got == want, (text, got, want)
+    assert len(set(usable.tolist())) == num_draft + 1, "every outcome was seen"
+
+
+def test_rows_that_do_not_count_are_never_found():
+    drafter = load(num_draft=3)
+    programs = drafting.Programs(drafter)
+    batch = drafting.make_batch(drafter, [12, 12], 12)
+    batch.tokens_BS[:] = [7, 8, 9, 1, 2, 7, 8, 5, 6, 6, 6, 6]
+    state = drafter.init_state(2, 16)
+    rows = drafting.rows_of(batch, [0, 0], [5, 5], 8)
+    rows = rows.replace(tokens_BT=batch.tokens_BS[:, :8])  # three more than count
+    state = programs.prefill({}, None, state, rows)
+    five = np.full(2, 5, np.int32)
+    made, _ = programs.propose({}, None, state, np.array([7, 5], np.int32), five)
+    np.testing.assert_array_equal(made.usable_B, [3, 0])
+    np.testing.assert_array_equal(made.tokens_BM[0], [8, 9, 1])
+    # The anchor joins the history when its row has run, and not before.
+    state = programs.extend({}, None, state, drafting.rows_of(batch, five, [1, 0], 8))
+    made, _ = programs.propose(
+        {}, None, state, np.array([8, 5], np.int32), np.array([6, 5], np.int32)
+    )
+    np.testing.assert_array_equal(made.tokens_BM[0], [9, 1, 2])
+    np.testing.assert_array_equal(made.usable_B, [3, 0])
+
+
+def test_the_anchor_can_be_proposed_but_nothing_after_it():
+    text = np.zeros((1, 1, SIZE_A), np.int32) + 4
+    made, _ = drafting.Programs(load(num_draft=5)).propose(
+        {}, None, text, np.array([4], np.int32), np.array([6], np.int32)
+    )
+    # The latest 4 is the row before the anchor; only the anchor follows it.
+    np.testing.assert_array_equal(made.usable_B, [1])
+    assert int(made.tokens_BM[0, 0]) == 4
+
+
+def test_its_law_is_certain_of_each_draft():
+    text = np.array([[[1, 2, 3, 9, 1, 2] + [0] * 14]], np.int32)
+    made, _ = drafting.Programs(load(num_draft=4)).propose(
+        {}, None, text, np.array([3], np.int32), np.array([6], np.int32)
+    )
+    np.testing.assert_array_equal(made.tokens_BM[0], [9, 1, 2, 3])
+    np.testing.assert_array_equal(laws.prob_of(made.law, made.draft_ids_BM), 1.0)
+    q_BV = np.asarray(laws.row_probs(made.law, jnp.array([0]), 67))
+    np.testing.assert_array_equal(q_BV[0], np.eye(67)[9])
+
+
+def test_it_has_nothing_to_train_and_says_so():
+    drafter = load()
+    assert jax.tree.leaves(drafter.init(jax.random.key(0))) == []
+    assert drafter.needs.num_layers == 0 and not drafter.needs.teacher
+    with pytest.raises(UserError, match="nothing to train"):
+        drafter.train_outputs({}, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ngram_min": 0}, "ngram_min=0"),
+        ({"ngram_min": 4}, "ngram_min=4"),
+        ({"num_draft": 0}, "num_draft=0"),
+    ],
+)
+def test_bad_options_are_named(options, says):
+    with pytest.raises(UserError, match=says):
+        load(**options)
+
+
+def test_the_engine_decodes_what_the_target_would_and_accepts_repeats():
+    plain = tiny.world(None, seed=3)
+    drafter = base.load("lookup", {"num_draft": 3}, plain.spec)
+    weights = Weights(plain.params, {}, frozen_from_params(plain.params))
+    world = dataclasses.replace(plain, drafter=drafter, weights=weights)
+    engine = tiny.new_engine(world, slots=2)
+    prompts = tiny.prompts_of(4, plain.spec.vocab_size, high=12)
+    handles = [engine.submit(p, Settings(max_new_tokens=40)) for p in prompts]
+    done = engine.run()
+    made = [done[handle] for handle in handles]
+    assert tiny.greedy_faults(world, made) == []
+    # Weak layers over a bigram-like head fall into cycles, which lookup follows.
+    assert sum(len(g.tokens) for g in made) > 1.3 * sum(g.rounds for g in made)

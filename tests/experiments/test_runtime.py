@@ -1,0 +1,562 @@
+"""Calibrate, profile, serve: one walk on a tiny target, and what each refuses."""
+
+import json
+import pathlib
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import (
+    calibrate,
+    profile,
+    round_log,
+    run,
+    runtime,
+    serve_offline,
+    serving,
+    session,
+)
+from spec_jax.config import loading, schema
+from spec_jax.core import calibration
+from spec_jax.core.verify_layout import even_ladder
+from spec_jax.data import workload
+from spec_jax.data.prompts import user_prompt
+from spec_jax.data.workload import WorkItem
+from spec_jax.decode import plan
+from spec_jax.decode.budget import Choice
+from spec_jax.decode.engine import RoundRecord
+from spec_jax.decode.request import Generation, Settings
+from tests.support import served
+
+slot_buckets = runtime.slot_buckets
+SIZES = [
+    "--config.serve.slots=2",
+    "--config.serve.max_context=64",
+    "--config.serve.prefill_buckets=(16,)",
+    "--config.serve.max_new_tokens=24",
+]
+REQUESTS = [
+    {"id": "a", "arrival": 0, "prompt": "w6 w7"},
+    {"id": "b", "arrival": 0.0, "prompt": "w8", "max_new_tokens": 9},
+    {"id": "plain", "arrival": 0.02, "prompt": "w9", "speculate": False},
+    {"id": "long", "arrival": 0.02, "prompt": "w9 " * 60},
+    {"id": "mask", "arrival": 0.02, "prompt": "w9 <mask>"},
+    {"id": "wrong", "arrival": 0.03, "prompt": "w9", "top_p": 0.0},
+    {"id": "stop", "arrival": 0.04, "prompt": "w10 w11", "stop": "w"},
+    {"id": "s", "arrival": 0.05, "prompt": "w7", "temperature": 1.0, "seed": 3},
+]
+
+
+class World:
+    """A target, its exported drafter, and runs of the command line."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.target = served.make_target()
+        self.params = serving.serving_params(self.target.params)
+        self.drafter = served.export_drafter(folder / "drafter", self.target)
+        self.prompts = self.lines(
+            "p.jsonl", [{"prompt": f"w{6 + n} w{9 + n}"} for n in range(8)]
+        )
+        self.workload = self.lines("w.jsonl", REQUESTS)
+
+    def lines(self, name, rows) -> str:
+        path = self.folder / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    def run(self, task, workdir, *words) -> int:
+        drafter = f"--config.drafter={self.drafter}"
+        where = f"--workdir={self.folder / workdir}"
+        return run.main([f"configs/{task}.py", drafter, where, *SIZES, *words])
+
+    def calibrate(self, workdir, *words) -> int:
+        return self.run(
+            "calibrate",
+            workdir,
+            f"--config.prompts={self.prompts}",
+            "--config.serve.temperature=1.0",
+            "--config.min_rounds=50",
+            *words,
+        )
+
+    def profile(self, workdir, *words) -> int:
+        return self.run(
+            "profile",
+            workdir,
+            "--config.context=8",
+            "--config.repeats=2",
+            "--config.warmup=1",
+            "--config.row_buckets=2",
+            *words,
+        )
+
+    def serve(self, workdir, *words) -> int:
+        path = f"--config.workload={self.workload}"
+        return self.run(
+            "serve_offline", workdir, path, "--config.row_buckets=2", *words
+        )
+
+    def metrics(self, workdir) -> dict:
+        return json.loads((self.folder / workdir / "report.json").read_text())[
+            "metrics"
+        ]
+
+    def rows(self, workdir, name) -> list[dict]:
+        text = (self.folder / workdir / name).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    made = World(tmp_path_factory.mktemp("runtime"))
+    loaded = (made.target, made.params)
+    patch.setattr(serving, "load_serving_target", lambda section: loaded)
+    patch.setattr(session, "prepare_jax", lambda precision: None)
+    # Programs of one R only, compiled in a hurry: the tests wait for little else.
+    patch.setattr(runtime, "slot_buckets", lambda slots: (slots,))
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield made
+    jax.config.update("jax_disable_most_optimizations", False)
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def fitted(world):
+    """The walk: temperatures and cost table, each by its command."""
+    assert world.calibrate("sts") == 0
+    assert world.profile("cost") == 0
+    return world
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    """Nothing may compile."""
+    monkeypatch.setattr(serving, "make_engine", lambda *a, **k: pytest.fail("compiled"))
+
+
+def test_calibration_fits_this_drafter(fitted):
+    found = calibration.read_sts(str(fitted.folder / "sts/sts.json"))
+    metrics = fitted.metrics("sts")
+    sha = serving.load_drafter(fitted.drafter, fitted.target).weights_sha256
+    found.check(
+        3,
+        model=fitted.target.fingerprint,
+        drafter=sha,
+        device=jax.devices()[0].device_kind,
+        sampling="temperature=1",
+    )
+    assert metrics["num_samples"] == found.num_samples >= 50
+    assert metrics["ece_after"] == pytest.approx(found.ece_after)
+    assert metrics["ece_before"] == pytest.approx(found.ece_before)
+    assert metrics["mean_ece_after"] < metrics["mean_ece_before"]
+    assert found.dataset == "temperature=1; p.jsonl"
+    for name in ("survival_measured", "survival_after"):  # it falls
+        assert metrics[name] == sorted(metrics[name], reverse=True)
+
+
+def test_the_profile_is_of_the_ladder_and_loads_where_it_was_measured(fitted):
+    table = calibration.read_cost(str(fitted.folder / "cost/cost.json"))
+    metrics = fitted.metrics("cost")
+    ladder = even_ladder((2,), 4, 2)
+    sha = serving.load_drafter(fitted.drafter, fitted.target).weights_sha256
+    table.check(
+        model=fitted.target.fingerprint,
+        drafter=sha,
+        device=jax.devices()[0].device_kind,
+        num_draft=3,
+        ladder=ladder.buckets,
+    )
+    flat = calibration.read_cost(str(fitted.folder / "cost/cost.flat.json"))
+    assert isinstance(table.cost, calibration.AdditiveCost)
+    assert isinstance(flat.cost, calibration.FlatCost)
+    assert {r: set(row) for r, row in metrics["round_ms"].items()} == {
+        str(r): {str(t) for t in rows} for r, rows in ladder.buckets
+    }
+    ratios = metrics["table"]["predicted_over_measured"]
+    worst = max(abs(x - 1) for row in ratios.values() for x in row.values())
+    assert metrics["fit_error"]["additive"]["max"] == pytest.approx(worst)
+    measured = metrics["round_ms"]["2"]["8"] / 1e3
+    assert table.round_time(2, 8) == pytest.approx(measured * ratios["2"]["8"])
+    assert table.plain_time(2) == pytest.approx(metrics["plain_ms"]["2"] / 1e3)
+
+
+def test_serving_a_workload_with_a_budget(fitted):
+    planned = [
+        "--config.mode=compact",
+        f"--config.cost={fitted.folder / 'cost/cost.json'}",
+        f"--config.sts={fitted.folder / 'sts/sts.json'}",
+        "--config.max_load=1.0",
+    ]
+    assert fitted.serve("compact", *planned) == 0
+    assert fitted.serve("plain", "--config.pace=fast", "--config.drafter=") == 0
+    rows = {r["id"]: r for r in fitted.rows("compact", "requests.jsonl")}
+    assert list(rows) == [r["id"] for r in REQUESTS]
+    # What cannot be served says why, and nobody else notices.
+    for name, words in (
+        ("long", "more than the"),
+        ("mask", "mask token"),
+        ("wrong", "top_p=0.0"),
+    ):
+        assert rows[name]["finish_reason"] == "refused"
+        assert words in rows[name]["error"] and rows[name]["tokens"] == 0
+    assert rows["a"]["tokens"] == 24 and rows["b"]["tokens"] == 9
+    assert rows["stop"]["finish_reason"] == "stop" and "w" not in rows["stop"]["text"]
+    assert rows["plain"]["speculate"] is False and rows["plain"]["rounds"] == 23
+    assert rows["s"]["sampling"] == "temperature=1"
+    for row in rows.values():
+        if not row["error"]:
+            assert row["arrival_s"] <= row["submitted_s"] <= row["first_token_s"]
+            assert row["first_token_s"] <= row["finish_s"]
+    # Greedy texts depend neither on the drafts nor on who came when.
+    plain = {r["id"]: r for r in fitted.rows("plain", "requests.jsonl")}
+    for name in ("a", "b", "plain", "stop"):
+        assert plain[name]["text"] == rows[name]["text"], name
+    assert rows["a"]["text"]
+    rounds = fitted.rows("compact", "rounds.jsonl")
+    emitted = sum(sum(r["emitted"]) for r in rounds)
+    firsts = sum(not r["error"] for r in rows.values())
+    metrics = fitted.metrics("compact")
+    # What a round emits after a stop string, and the round after it, is dropped.
+    assert 0 <= emitted + firsts - metrics["tokens"] <= 2 * 4
+    for row in rounds:
+        assert sum(row["verify_lens"]) <= row["T"]
+        pairs = zip(row["raw_accepted"], row["accepted"], strict=True)
+        assert all(a <= raw for raw, a in pairs)
+        drafts = sum(row["verify_lens"]) - len(row["verify_lens"])
+        assert drafts <= row["K"] and row["measured_s"] > 0
+    assert metrics["finished"] == {"length": 4, "refused": 3, "stop": 1}
+    assert metrics["compiles_after_warmup"] == 0
+    assert metrics["ladder"] == {"2": [5, 8]}
+    assert metrics["rounds"] == len(rounds)
+    assert all(r["predicted_s"] > 0 for r in rounds)
+    assert metrics["predicted_over_measured"]["p50"] > 0
+    none = fitted.metrics("plain")
+    assert none["accept_length"] == 1.0 and none["verify_len_histogram"] == {}
+    assert none["shares"]["plain"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        ("calibrate", ["--config.prompts=/no.jsonl"], "'/no.jsonl' is not there"),
+        ("calibrate", ["--config.drafter="], "drafter='' is empty"),
+        ("calibrate", ["--config.num_bins=0"], "num_bins=0 must be 1 or more"),
+        ("calibrate", ["--config.serve.max_context=34"], "none fits into the 2"),
+        ("profile", ["--config.form=cubic"], "form='cubic' must be one of"),
+        ("profile", ["--config.context=50"], "context=50"),
+        ("profile", ["--config.repeats=0"], "repeats=0 must be 1 or more"),
+        ("serve", ["--config.mode=fast"], "mode='fast' must be one of"),
+        ("serve", ["--config.pace=slow"], "pace='slow' must be one of"),
+        ("serve", ["--config.workload=/no.jsonl"], "workload='/no.jsonl'"),
+        ("serve", ["--config.cost=c.json"], "is for the modes with a budget"),
+        (
+            "serve",
+            ["--config.mode=compact", "--config.drafter="],
+            "plans drafts and needs a drafter",
+        ),
+        (
+            "serve",
+            ["--config.mode=compact", "--config.sts=/no.json"],
+            "/no.json cannot be read",
+        ),
+    ],
+)
+def test_wrong_input_ends_with_code_two(world, no_engine, capsys, task, words, said):
+    assert getattr(world, task)("wrong", *words) == 2
+    text = capsys.readouterr().err
+    assert said in text and text.startswith("error: ") and text.count("\n") == 1
+
+
+def test_too_few_rounds_fit_nothing(world, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "make_engine", lambda *a, **k: None)
+    monkeypatch.setattr(calibrate, "collect", lambda *a: (calibrate.Rounds(), []))
+    assert world.calibrate("few") == 2
+    assert "min_rounds=50: the prompts gave 0 rounds" in capsys.readouterr().err
+
+
+STS = {"temperatures": [1.0, 2.0, 3.0]}
+COST = {"sample_batch_tokens": [1], "sample_steps_per_sec": [9.0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "extras", "said"),
+    [
+        ("sts", {"temperatures": [1.0, 2.0]}, {}, "has 2 temperatures"),
+        ("sts", STS, {"model": "another"}, "for model 'another'"),
+        ("sts", STS, {"drafter": "another"}, "for drafter 'another'"),
+        ("sts", STS, {"device": "abacus"}, "for device 'abacus'"),
+        ("sts", STS, {}, "does not say which model"),
+        ("cost", COST, {"model": "another"}, "for model 'another'"),
+        ("cost", COST, {"device": "abacus"}, "for device 'abacus'"),
+        ("cost", COST, {"num_draft": 7}, "for num_draft 7"),
+        ("cost", COST, {"ladder": [[2, [8]]]}, "for ladder"),
+        ("cost", COST, {"ladder": None}, "does not say which ladder"),
+    ],
+)
+def test_files_of_something_else_are_refused(
+    world, no_engine, capsys, kind, content, extras, said
+):
+    target = world.target
+    exported = serving.load_drafter(world.drafter, target)
+    mine = {
+        **runtime.facts(target, exported),
+        "num_draft": 3,
+        "ladder": even_ladder((2,), 4, 2).buckets,
+    }
+    marked = {k: v for k, v in (mine | extras).items() if v is not None}
+    if extras:
+        content = content | {"spec_jax": marked}
+    path = world.folder / f"{kind}.json"
+    path.write_text(json.dumps(content))
+    assert world.serve("w", "--config.mode=compact", f"--config.{kind}={path}") == 2
+    text = capsys.readouterr().err
+    assert said in text and text.count("\n") == 1
+
+
+def test_temperatures_of_another_regime_are_refused(world):
+    exported = serving.load_drafter(world.drafter, world.target)
+    path = world.folder / "regime.json"
+    facts = runtime.facts(world.target, exported) | {"sampling": "greedy"}
+    path.write_text(json.dumps(STS | {"spec_jax": facts}))
+    cfg = schema.ServeOffline(drafter="d", mode="compact", sts=str(path))
+
+    def load(*settings):
+        return runtime.load_planning(cfg, world.target, exported, settings)
+
+    assert load(Settings())["plan"].temperatures == (1.0, 2.0, 3.0)
+    # Two regimes at once cannot both be met: no claim is made.
+    warm = Settings(temperature=0.5)
+    assert load(Settings(), warm)["plan"].temperatures == (1.0, 2.0, 3.0)
+    # Requests without drafts have no say.
+    for settings in ([warm], [warm, Settings(speculate=False)]):
+        with pytest.raises(ValueError, match="sampling 'greedy'.*'temperature=0.5'"):
+            load(*settings)
+
+
+def test_words_of_a_regime():
+    assert runtime.regime_of(Settings(top_p=0.5)) == "greedy"
+    sampled = Settings(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
+    words = "temperature=0.7, top_k=5, top_p=0.9, min_p=0.05"
+    assert runtime.regime_of(sampled) == words
+    assert slot_buckets(1) == (1,)
+    assert slot_buckets(6) == (1, 2, 4, 6)
+    assert slot_buckets(8) == (1, 2, 4, 8)
+
+
+def result(**changes):
+    """Two slots of three drafts."""
+    made = {
+        "confidence_logit_BM": np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        "raw_accepted_B": np.array([2, 0]),
+        "num_accepted_B": np.array([1, 0]),
+        "emitted_B": np.array([2, 1]),
+        "verify_len_B": np.array([4, 4]),
+        "ran_B": np.array([True, True]),
+        "bad_B": np.array([False, False]),
+    }
+    return types.SimpleNamespace(**made | changes)
+
+
+def test_only_whole_live_proposals_are_samples():
+    rounds = calibrate.Rounds()
+    rounds.add(result(confidence_logit_BM=None))
+    assert rounds.arrays(3)[0].shape == (0, 3)
+    rounds.add(result())
+    rounds.add(result(ran_B=np.array([False, True])))
+    rounds.add(result(verify_len_B=np.array([1, 4])))
+    rounds.add(result(bad_B=np.array([True, False])))
+    bad = np.array([[1.0, np.nan, 3.0], [np.inf, -np.inf, 6.0]])
+    rounds.add(result(confidence_logit_BM=bad))
+    logits, mask = rounds.arrays(3)
+    assert logits.tolist() == [
+        [1.0, 2.0, 3.0],
+        *[[4.0, 5.0, 6.0]] * 4,
+        [100.0, -100.0, 6.0],
+    ]
+    assert mask.tolist() == [[1, 1, 0]] + [[0, 0, 0]] * 5
+    assert rounds.dropped == 1
+
+
+class Doubled:
+    """An engine that waits for nothing: two rounds in flight at most."""
+
+    def __init__(self, choices, results):
+        self.options = types.SimpleNamespace(slots=2)
+        self.planner = types.SimpleNamespace(decide=lambda: choices.pop(0))
+        self.rounds, self.trace, self.queued = 0, [], [1, 0, 0]
+        self._results, self._flight = results, []
+        self.fetch = lambda tree: tree
+
+    def metrics(self):
+        queued = self.queued[min(self.rounds, 2)]
+        return {"queued": queued, "running": 1, "rounds": self.rounds}
+
+    def step(self, on_tokens):
+        if self.rounds < 2:
+            choice = self.planner.decide()
+            record = RoundRecord(choice, 2, self.rounds == 1, self.rounds, 0.0)
+            record.seconds = 0.25 * (1 + self.rounds)
+            self._flight.append(record)
+            self.rounds += 1
+            if self.rounds == 1:
+                return []
+        self.fetch(self._results.pop(0))
+        self.trace.append(self._flight.pop(0))
+        return ["done"]
+
+
+def test_the_log_pairs_plans_and_results(monkeypatch):
+    monkeypatch.setattr(runtime, "RoundResult", types.SimpleNamespace)
+    choices = [Choice(True, 3, 2, 5, 0.5), Choice(False, 0, 2, 2)]
+    second = result(ran_B=np.array([False, True]), verify_len_B=np.array([1, 1]))
+    engine = Doubled(choices, [result(verify_len_B=np.array([3, 2])), second])
+    ticks = iter([1.0, 1.5, 2.0, 2.25])
+    log = round_log.RoundLog(engine, clock=lambda: next(ticks))
+    assert [log.step(), log.step(), log.step()] == [[], ["done"], ["done"]]
+    assert log.plan_s == 0.75
+    assert log.rows == [
+        {
+            "round": 0,
+            "draft": True,
+            "R": 2,
+            "K": 3,
+            "T": 5,
+            "verify_lens": [3, 2],
+            "raw_accepted": [2, 0],
+            "accepted": [1, 0],
+            "emitted": [2, 1],
+            "not_ready": False,
+            "stale": 0,
+            "filled": True,
+            "predicted_s": 0.5,
+            "measured_s": 0.25,
+        },
+        {
+            "round": 1,
+            "draft": False,
+            "R": 2,
+            "K": 0,
+            "T": 2,
+            "verify_lens": [1],
+            "raw_accepted": [0],
+            "accepted": [0],
+            "emitted": [1],
+            "not_ready": True,
+            "stale": 1,
+            "filled": False,
+            "predicted_s": None,
+            "measured_s": 0.5,
+        },
+    ]
+    shares = serve_offline.round_metrics(log.rows, 3)
+    assert shares["verify_len_histogram"] == {"2": 1, "3": 1}
+    assert shares["programs"] == {"2": {"5": 1, "plain": 1}}
+    assert shares["shares"] == {
+        "plain": 0.5,
+        "partial_budget": 0.5,  # 3 of 2 x 3
+        "not_ready": 0.5,
+        "stale_slots": pytest.approx(1 / 3),
+    }
+    # The one round with a prediction had a prompt filled before it.
+    assert shares["compared_rounds"] == 0
+    log.rows[0]["filled"] = False
+    assert serve_offline.round_metrics(log.rows, 3)["predicted_over_measured"] == {
+        "p10": 2.0,
+        "p50": 2.0,
+        "p90": 2.0,
+    }
+
+
+def request(name, arrival, **changes):
+    made = serve_offline.Served(WorkItem(name, arrival, user_prompt("w6")), Settings())
+    for field, value in changes.items():
+        setattr(made, field, value)
+    return made
+
+
+def test_latencies_are_those_of_the_deliveries():
+    made = Generation([1], [5, 6, 7, 8], "length", emitted=[2, 1], accepted=[1, 0])
+    one = request(
+        "a",
+        1.0,
+        submitted=1.1,
+        finished=4.0,
+        generation=made,
+        deliveries=[(2.0, 1), (3.0, 2), (3.1, 1)],
+    )
+    refused = request("b", 0.0, error="no")
+    found = serve_offline.request_metrics([one, refused], 8.0)
+    assert found["requests"] == 2 and found["finished"] == {"length": 1, "refused": 1}
+    assert found["tokens"] == 4 and found["tokens_per_s"] == 0.5
+    assert found["accept_length"] == 1.5
+    assert found["inter_token_ms"]["p50"] == 500.0
+    assert found["delivery_gap_ms"]["p99"] == pytest.approx(991.0)
+    assert found["first_token_ms"]["p50"] == 1000.0
+    # Submitted before its time (all at once): waited from then on.
+    one.submitted = 0.0
+    assert serve_offline.request_metrics([one], 8.0)["first_token_ms"]["p50"] == 2000
+
+
+@pytest.mark.parametrize("keep_pace", [True, False])
+def test_requests_come_at_their_time_or_all_at_once(keep_pace):
+    now = [0.0]
+    submitted, queue = [], []
+
+    class Engine:
+        busy = property(lambda self: bool(queue))
+
+        def submit(self, prompt, settings):
+            submitted.append((prompt[0], now[0]))
+            queue.append(prompt[0])
+            return prompt[0]
+
+    class Log:
+        def step(self, on_tokens):
+            now[0] += 1.0
+            on_tokens(queue[0], [9, 9], True)
+            return [(queue.pop(0), Generation([1], [9, 9], "length"))]
+
+    requests = [request(str(n), 1.5 * n, prompt=[n]) for n in range(3)]
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    seconds = serve_offline.serve(
+        Engine(),
+        Log(),
+        requests,
+        keep_pace=keep_pace,
+        clock=lambda: now[0],
+        sleep=sleep,
+    )
+    if keep_pace:
+        assert submitted == [(0, 0.0), (1, 1.5), (2, 3.0)] and seconds == 4.0
+        assert slept == [0.5, 0.5]
+    else:
+        assert submitted == [(0, 0.0), (1, 0.0), (2, 0.0)] and seconds == 3.0
+    assert requests[0].deliveries == [(1.0, 2)]
+    assert requests[-1].finished == seconds
+
+
+@pytest.mark.parametrize("task", ["calibrate", "profile", "serve_offline"])
+def test_the_recipes_for_the_tiny_target(task):
+    options, _ = run.parse([f"configs/{task}.py:tiny", "--config.drafter=some/folder"])
+    cfg = loading.to_recipe(options.config)
+    assert cfg.target.source == "tiny"
+    if task == "calibrate":
+        assert len(calibrate.read_prompts(cfg)) == 48
+    if task == "serve_offline":
+        assert len(workload.read_workload(runtime.find_file(cfg.workload))) == 48
+
+
+def test_choices_are_those_of_the_modules_that_make_them_real():
+    from spec_jax.config.schema import runtime as sections
+
+    assert sections.MODES == plan.MODES
+    assert profile.COST_NAME == "cost.json" and calibrate.STS_NAME == "sts.json"
