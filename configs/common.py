@@ -119,6 +119,7 @@ def tiny_serving(config: ml_collections.ConfigDict) -> None:
     """
     config.target.source = "tiny"
     config.drafter = newest_export("tiny-dflash")
+    config.serve.slots = 4
     config.serve.max_context = 160
     config.serve.prefill_buckets = (64,)
     config.serve.max_new_tokens = 48

@@ -28,6 +28,9 @@ def get_config(arg=""):
     if name in ("dflash", "dspark", "dflash2"):
         config.drafter.options.num_layers = 1
         config.drafter.options.num_anchors = 12
+    if name == "dspark":
+        config.objective.ce = 1.0
+        config.objective.l1 = 0.25
     if name in ("eagle", "eagle3"):
         config.drafter.options.num_starts = 24
     config.train.seq_len = 96

@@ -10,7 +10,8 @@
     --inspect              print a small batch token by token and stop
 
 The same command again resumes, or says that all is done. Exit codes: 0 done,
-2 wrong input (one sentence says what and how to mend it), 130 interrupted.
+1 a comparison found a difference (why), 2 wrong input (one sentence says what
+and how to mend it), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,23 +40,22 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        _run(argv)
+        return _run(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command again resumes", file=sys.stderr)
         return 130
-    return 0
 
 
-def _run(argv: list[str]) -> None:
+def _run(argv: list[str]) -> int:
     options, recipe = parse(argv)
     cfg = loading.to_recipe(options.config)
     if options.print_config:
         words = loading.describe(cfg, common.base_of(cfg))
         print(f"# {recipe}, hash {loading.config_hash(cfg)}\n{words}")
-        return
+        return 0
     task = importlib.import_module(f"experiments.{cfg.task}")
     session.prepare_jax(cfg.target.precision)
     workdir = pathlib.Path(options.workdir or session.default_workdir(recipe, cfg))
@@ -68,9 +68,10 @@ def _run(argv: list[str]) -> None:
         with session.hold(workdir, cfg):
             task.inspect(cfg, workdir)
     elif cfg.task in session.TALKS:
-        task.main(cfg, workdir)
+        return task.main(cfg, workdir) or 0
     else:
         session.run_task(task, cfg, recipe, workdir)
+    return 0
 
 
 def parse(argv: list[str]) -> tuple[Any, str]:

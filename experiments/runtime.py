@@ -90,7 +90,7 @@ def load_planning(
     known = facts(target, drafter)
     temperatures, cost = (), None
     if cfg.sts:
-        regimes = {regime_of(s) for s in settings }
+        regimes = {regime_of(s) for s in settings if s.speculate}
         fitted = calibration.read_sts(find_file(cfg.sts)).check(
             num_draft,
             **known,

@@ -30,8 +30,8 @@ from spec_jax.target.loading import default_cache_dir
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLAIM, LOCK = "recipe.json", ".lock"
 
-# Tasks that talk to a person and leave nothing behind.
-TALKS = ("generate",)
+# Tasks that talk to a person, anew each time; their result is the exit code.
+TALKS = ("generate", "why")
 
 
 def prepare_jax(precision: str) -> None:

@@ -26,6 +26,7 @@ NEEDS = {
         "configs/bench/tree.py",
         "configs/calibrate.py",
         "configs/profile.py",
+        "configs/why.py",
     )
 }
 

@@ -14,7 +14,7 @@ from tokenizers import models
 from spec_jax.core.features import Contract
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters import base, dflash
-from spec_jax.export import folder, golden
+from spec_jax.export import folder, golden, shared
 from spec_jax.target import checkpoint, tokenizer
 from spec_jax.target.chat import ChatTemplate
 from spec_jax.target.loading import Target
@@ -170,7 +170,7 @@ def make(target):
         options_type = importlib.import_module(f"spec_jax.drafters.{name}").Options
         # The loader's own record: programs compiled for it serve both sides.
         resolved = base.load(name, options_type(**options), SPEC).options
-        drafter = folder._make(name, resolved, SPEC)
+        drafter = shared.make_drafter(name, resolved, SPEC)
         contract = Contract(
             target=SPEC.name,
             layer_ids=drafter.needs.layer_ids,

@@ -14,7 +14,7 @@ import safetensors.numpy
 from spec_jax.core.errors import UserError
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters.frozen import frozen_for
-from spec_jax.export import folder, golden, storage
+from spec_jax.export import folder, golden, storage, writer
 from spec_jax.target import tokenizer
 from spec_jax.target.chat import ChatTemplate
 
@@ -34,18 +34,18 @@ def edit_json(path, change):
 def foreign(whole, tmp_path):
     """The folder as another package would have written it: no contract."""
     path = copy(whole, tmp_path)
-    for name in (folder.CONTRACT, folder.MANIFEST, folder.GOLDEN):
+    for name in (storage.CONTRACT, storage.MANIFEST, storage.GOLDEN):
         os.remove(path / name)
     return path
 
 
 def seal(path):
     """Makes the manifest agree with changed files: what a careful editor does."""
-    manifest = json.loads((path / folder.MANIFEST).read_text())
+    manifest = json.loads((path / storage.MANIFEST).read_text())
     for name in manifest["sha256"]:
         content = (path / name).read_bytes()
         manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
-    (path / folder.MANIFEST).write_text(json.dumps(manifest))
+    (path / storage.MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_round_trip_bit_for_bit(whole, target, drafter, params, contract):
@@ -56,12 +56,12 @@ def test_round_trip_bit_for_bit(whole, target, drafter, params, contract):
     assert got.notes == ()
     assert got.golden_max_abs <= 1e-5
     jax.tree.map(np.testing.assert_array_equal, got.params, params)
-    content = (whole / folder.WEIGHTS).read_bytes()
+    content = (whole / storage.WEIGHTS).read_bytes()
     assert got.weights_sha256 == hashlib.sha256(content).hexdigest()
 
 
 def test_config_says_it_where_every_reader_looks(whole):
-    config = json.loads((whole / folder.CONFIG).read_text())
+    config = json.loads((whole / storage.CONFIG).read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     for scope in (config, config["dflash_config"]):
         assert scope["block_size"] == 5
@@ -82,7 +82,7 @@ def test_config_says_it_where_every_reader_looks(whole):
 def test_bfloat16_is_the_rounded_tree(export, target, params, tmp_path):
     written = export(tmp_path / "half", dtype="bfloat16")
     assert written.parity_max_abs <= 1e-3
-    stored = safetensors.numpy.load_file(tmp_path / "half" / folder.WEIGHTS)
+    stored = safetensors.numpy.load_file(tmp_path / "half" / storage.WEIGHTS)
     assert {str(w.dtype) for w in stored.values()} == {"bfloat16"}
     got = folder.read_folder(tmp_path / "half", target)
     # The golden round was computed from the rounded weights.
@@ -100,7 +100,7 @@ def test_reduced_vocabulary(export, target, drafter, probe, tmp_path):
     vocab = DraftVocab((2, 5, 9, 10, 33, 60), SPEC.vocab_size)
     small = golden.probe_from_target(target, probe.tokens_S, drafter, vocab)
     export(tmp_path / "small", draft_vocab=vocab, golden_probe=small)
-    stored = safetensors.numpy.load_file(tmp_path / "small" / folder.WEIGHTS)
+    stored = safetensors.numpy.load_file(tmp_path / "small" / storage.WEIGHTS)
     assert stored["d2t"].dtype == np.int64 and stored["t2d"].dtype == np.bool_
     assert stored["d2t"].tolist() == [2, 4, 7, 7, 29, 55]
     assert np.flatnonzero(stored["t2d"]).tolist() == list(vocab.target_ids)
@@ -111,16 +111,16 @@ def test_reduced_vocabulary(export, target, drafter, probe, tmp_path):
     np.testing.assert_array_equal(
         frozen.head_DU, target.params["params"]["head"][:, list(vocab.target_ids)]
     )
-    round_ = safetensors.numpy.load_file(tmp_path / "small" / folder.GOLDEN)
+    round_ = safetensors.numpy.load_file(tmp_path / "small" / storage.GOLDEN)
     assert set(round_["draft_tokens"].ravel()) <= set(vocab.target_ids)
     with pytest.raises(UserError, match="same draft vocabulary"):
         export(tmp_path / "mixed", draft_vocab=vocab, golden_probe=probe)
 
 
 def change_weights(path, change):
-    tensors = safetensors.numpy.load_file(path / folder.WEIGHTS)
+    tensors = safetensors.numpy.load_file(path / storage.WEIGHTS)
     change(tensors)
-    safetensors.numpy.save_file(tensors, path / folder.WEIGHTS)
+    safetensors.numpy.save_file(tensors, path / storage.WEIGHTS)
 
 
 def test_vocabulary_maps_that_disagree(whole, target, tmp_path):
@@ -185,7 +185,7 @@ CONTRACT_FIELDS = {
 def test_contract_and_configuration_must_agree(field, whole, target, tmp_path):
     path = copy(whole, tmp_path)
     edit_json(
-        path / folder.CONTRACT, lambda c: c.update({field: CONTRACT_FIELDS[field]})
+        path / storage.CONTRACT, lambda c: c.update({field: CONTRACT_FIELDS[field]})
     )
     seal(path)
     with pytest.raises(UserError, match=f"{field} is "):
@@ -207,8 +207,8 @@ def test_folders_of_other_packages(whole, target, drafter, params, tmp_path):
         np.testing.assert_array_equal, folder.read_folder(path, target).params, params
     )
     # Shards.
-    tensors = safetensors.numpy.load_file(path / folder.WEIGHTS)
-    os.remove(path / folder.WEIGHTS)
+    tensors = safetensors.numpy.load_file(path / storage.WEIGHTS)
+    os.remove(path / storage.WEIGHTS)
     weight_map = {
         name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))
     }
@@ -232,7 +232,7 @@ def test_nested_values_come_first(whole, target, tmp_path):
         config["block_size"] = 9
         config["target_layer_ids"] = [0, 2]
 
-    edit_json(path / folder.CONFIG, change)
+    edit_json(path / storage.CONFIG, change)
     got = folder.read_folder(path, target)
     assert got.drafter.layout.block_size == 5
     assert got.drafter.needs.layer_ids == (1, 3)
@@ -241,7 +241,7 @@ def test_nested_values_come_first(whole, target, tmp_path):
     def flat(config):
         del config["dflash_config"]
 
-    edit_json(path / folder.CONFIG, flat)
+    edit_json(path / storage.CONFIG, flat)
     got = folder.read_folder(path, target)
     assert got.drafter.layout.block_size == 9
     assert got.drafter.needs.layer_ids == (0, 2)
@@ -276,7 +276,7 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_unsupported_settings_are_refused_by_name(key, whole, target, tmp_path):
     path = foreign(whole, tmp_path)
-    edit_json(path / folder.CONFIG, lambda c: c.update({key: REFUSED[key]}))
+    edit_json(path / storage.CONFIG, lambda c: c.update({key: REFUSED[key]}))
     name = "num_heads" if key == "num_attention_heads" else key
     with pytest.raises(UserError, match=name) as error:
         folder.read_folder(path, target)
@@ -301,7 +301,7 @@ def test_unsupported_settings_are_refused_by_name(key, whole, target, tmp_path):
 )
 def test_nested_settings_are_refused_by_name(key, value, whole, target, tmp_path):
     path = foreign(whole, tmp_path)
-    edit_json(path / folder.CONFIG, lambda c: c["dflash_config"].update({key: value}))
+    edit_json(path / storage.CONFIG, lambda c: c["dflash_config"].update({key: value}))
     name = "layer_ids" if key == "target_layer_ids" else key
     with pytest.raises(UserError, match=name):
         folder.read_folder(path, target)
@@ -312,16 +312,16 @@ def test_nested_settings_are_refused_by_name(key, value, whole, target, tmp_path
 )
 def test_missing_settings_are_refused(key, whole, target, tmp_path):
     path = foreign(whole, tmp_path)
-    edit_json(path / folder.CONFIG, lambda c: c.pop(key))
+    edit_json(path / storage.CONFIG, lambda c: c.pop(key))
     with pytest.raises(UserError, match=f"lacks {key}"):
         folder.read_folder(path, target)
 
 
 def test_rotary_base_is_never_guessed(whole, target, tmp_path):
     path = foreign(whole, tmp_path)
-    edit_json(path / folder.CONFIG, lambda c: c.pop("rope_theta"))
+    edit_json(path / storage.CONFIG, lambda c: c.pop("rope_theta"))
     assert folder.read_folder(path, target).drafter.options.rope_theta == 7000.0
-    edit_json(path / folder.CONFIG, lambda c: c.pop("rope_parameters"))
+    edit_json(path / storage.CONFIG, lambda c: c.pop("rope_parameters"))
     with pytest.raises(UserError, match="neither rope_parameters nor rope_theta"):
         folder.read_folder(path, target)
 
@@ -334,9 +334,9 @@ def test_mask_token_as_text(whole, target, tmp_path):
         del config["dflash_config"]["mask_token_id"]
         config["dflash_config"]["mask_token"] = "<mask>"
 
-    edit_json(path / folder.CONFIG, change)
+    edit_json(path / storage.CONFIG, change)
     assert folder.read_folder(path, target).contract.mask_id == 3
-    edit_json(path / folder.CONFIG, lambda c: c["dflash_config"].pop("mask_token"))
+    edit_json(path / storage.CONFIG, lambda c: c["dflash_config"].pop("mask_token"))
     with pytest.raises(UserError, match="lacks mask_token_id"):
         folder.read_folder(path, target)
 
@@ -345,7 +345,7 @@ def test_causality_is_written_when_it_deviates(export, drafter, target, tmp_path
     options = dataclasses.replace(drafter.options, is_causal=False)
     other = type(drafter)(**{**vars(drafter), "options": options})
     export(tmp_path / "drafter", drafter=other, golden_probe=None)
-    config = json.loads((tmp_path / "drafter" / folder.CONFIG).read_text())
+    config = json.loads((tmp_path / "drafter" / storage.CONFIG).read_text())
     assert config["is_causal"] is False
     got = folder.read_folder(tmp_path / "drafter", target)
     assert got.drafter.options.is_causal is False
@@ -359,7 +359,13 @@ def test_serving_fewer_drafts_but_never_more(whole, target):
         folder.read_folder(whole, target, num_draft=5)
 
 
-FILES = (folder.CONFIG, folder.WEIGHTS, folder.CONTRACT, folder.GOLDEN, folder.MANIFEST)
+FILES = (
+    storage.CONFIG,
+    storage.WEIGHTS,
+    storage.CONTRACT,
+    storage.GOLDEN,
+    storage.MANIFEST,
+)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -372,7 +378,7 @@ def test_torn_folders_are_refused(name, whole, target, tmp_path):
     (path / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
         folder.read_folder(path, target)
-    if name != folder.MANIFEST:
+    if name != storage.MANIFEST:
         flipped = bytearray(content)
         flipped[-5] ^= 1
         (path / name).write_bytes(flipped)
@@ -382,11 +388,11 @@ def test_torn_folders_are_refused(name, whole, target, tmp_path):
 
 def test_torn_weights_without_a_manifest(whole, target, tmp_path):
     path = foreign(whole, tmp_path)
-    content = (path / folder.WEIGHTS).read_bytes()
-    (path / folder.WEIGHTS).write_bytes(content[:-100])
+    content = (path / storage.WEIGHTS).read_bytes()
+    (path / storage.WEIGHTS).write_bytes(content[:-100])
     with pytest.raises(UserError, match="not a whole safetensors file"):
         folder.read_folder(path, target)
-    os.remove(path / folder.WEIGHTS)
+    os.remove(path / storage.WEIGHTS)
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         folder.read_folder(path, target)
     with pytest.raises(UserError, match="is not there"):
@@ -412,7 +418,7 @@ def test_interrupted_export_leaves_the_old_one(
     """Killed before any of the five files: nothing new, nothing changed."""
     path = copy(whole, tmp_path)
     before = {name: (path / name).read_bytes() for name in FILES}
-    write, calls = folder.files_lib.write_atomically, iter(range(5))
+    write, calls = writer.files_lib.write_atomically, iter(range(5))
 
     def stop(file, content):
         if next(calls) == call:
@@ -420,7 +426,7 @@ def test_interrupted_export_leaves_the_old_one(
             raise Killed
         write(file, content)
 
-    monkeypatch.setattr(folder.files_lib, "write_atomically", stop)
+    monkeypatch.setattr(writer.files_lib, "write_atomically", stop)
     for place in (path, tmp_path / "fresh"):
         calls = iter(range(5))
         with pytest.raises(Killed):
@@ -432,15 +438,15 @@ def test_interrupted_export_leaves_the_old_one(
 
 def test_a_hard_kill_leaves_only_a_hidden_folder(export, target, tmp_path, monkeypatch):
     """SIGKILL runs no clean-up: the half folder has another name and no manifest."""
-    monkeypatch.setattr(folder.shutil, "rmtree", lambda *args, **kwargs: None)
-    write = folder.files_lib.write_atomically
+    monkeypatch.setattr(writer.shutil, "rmtree", lambda *args, **kwargs: None)
+    write = writer.files_lib.write_atomically
 
     def stop(file, content):
-        if file.endswith(folder.GOLDEN):
+        if file.endswith(storage.GOLDEN):
             raise Killed
         write(file, content)
 
-    monkeypatch.setattr(folder.files_lib, "write_atomically", stop)
+    monkeypatch.setattr(writer.files_lib, "write_atomically", stop)
     with pytest.raises(Killed):
         export(tmp_path / "drafter")
     (left,) = os.listdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from spec_jax.core.errors import UserError
-from spec_jax.export import folder, golden, names, registry, storage
+from spec_jax.export import golden, names, registry, shared, storage, writer
 
 from .conftest import KINDS, SPEC, VOCAB, read
 
@@ -235,7 +235,7 @@ def test_training_and_serving_logits_agree(kind, make):
     made = make(kind)
     if made.drafter.options.__dict__.get("final_logit_softcapping"):
         pytest.skip("a capped drafter is not trained here")
-    drafter = folder._without_noise(made.drafter, SPEC)
+    drafter = writer._without_noise(made.drafter, SPEC)
     assert golden.parity_max_abs(drafter, made.params, made.probe) <= 1e-4
 
 
@@ -301,7 +301,7 @@ def test_folders_without_a_contract(kind, make, whole_of, target, tmp_path):
 @weighted
 def test_every_missing_extra_and_misshaped_tensor_is_named(kind, make, whole_of):
     made = make(kind)
-    plan = folder._plan(made.drafter, registry.form_of(made.drafter))
+    plan = shared.plan_of(made.drafter, registry.form_of(made.drafter))
     whole = stored_in(whole_of(kind))
     whole = {name: whole[name] for name in plan.tensors}
     for name, tensor in whole.items():

@@ -8,13 +8,13 @@ import pytest
 
 from spec_jax.core.errors import UserError
 from spec_jax.drafters import dflash
-from spec_jax.export import folder, names, registry
+from spec_jax.export import names, registry, shared
 
 from .conftest import OPTIONS, SPEC
 
 
 def plan_of(drafter):
-    return folder._plan(drafter, registry.form_of(drafter))
+    return shared.plan_of(drafter, registry.form_of(drafter))
 
 
 @pytest.fixture(scope="module")

@@ -188,9 +188,7 @@ def test_dspark(heads, public, kit, pair, text, tmp_path):
         WINDOW,
         num_draft=5,
         markov_rank=10,
-        markov_head_type=inside["markov_head_type"]
-        if "markov_head_type" in inside
-        else "vanilla",
+        markov_head_type=inside.get("markov_head_type", "vanilla"),
         enable_confidence_head=inside["enable_confidence_head"],
         confidence_with_markov=inside["confidence_head_with_markov"],
     )

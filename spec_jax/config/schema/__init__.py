@@ -16,13 +16,15 @@ from spec_jax.config.schema.bench import (
     Bench,
     BenchDecode,
     BenchFamily,
+    BenchLaw,
     BenchPeers,
     BenchRound,
+    BenchSoak,
     BenchTree,
 )
 from spec_jax.config.schema.checks import DTYPES, Pairs
 from spec_jax.config.schema.data import Capture, Data
-from spec_jax.config.schema.recipes import Common, Generate, Pipeline, Synthesise
+from spec_jax.config.schema.recipes import Common, Generate, Pipeline, Synthesise, Why
 from spec_jax.config.schema.runtime import Calibrate, Profile, ServeOffline
 from spec_jax.config.schema.serving import Serve
 from spec_jax.config.schema.target import Target, TinyTarget
@@ -34,8 +36,10 @@ __all__ = (
     "Bench",
     "BenchDecode",
     "BenchFamily",
+    "BenchLaw",
     "BenchPeers",
     "BenchRound",
+    "BenchSoak",
     "BenchTree",
     "Calibrate",
     "Capture",
@@ -53,6 +57,7 @@ __all__ = (
     "Target",
     "TinyTarget",
     "Train",
+    "Why",
 )
 
 SCHEMAS: dict[str, type[Common]] = {
@@ -67,4 +72,7 @@ SCHEMAS: dict[str, type[Common]] = {
     "serve_offline": ServeOffline,
     "bench_family": BenchFamily,
     "bench_tree": BenchTree,
+    "why": Why,
+    "bench_law": BenchLaw,
+    "bench_soak": BenchSoak,
 }

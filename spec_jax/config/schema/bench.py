@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from spec_jax.config.schema.checks import Pairs, ascending, at_least, check
+from spec_jax.config.schema.checks import (
+    Pairs,
+    ascending,
+    at_least,
+    check,
+    share,
+)
 from spec_jax.config.schema.data import Capture, Data
 from spec_jax.config.schema.recipes import Common
 from spec_jax.config.schema.serving import Serve
@@ -174,3 +180,82 @@ class BenchTree(Common):
             self.drafter,
             "is empty; name an exported drafter folder with --config.drafter=<folder>",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchLaw(Common):
+    """The sampled law of the running round, drafter by drafter and mode by mode.
+
+    Attributes:
+      samples: of each case.
+      chunk: requests that one program decodes together.
+      vocab: V of the random target; all `vocab ** tokens` ways to go on count.
+      tokens: whose joint law is compared.
+      history: rounds that ran before them, at least.
+      lag: rounds between a confidence and the budget made from it.
+      drafters: cases whose name begins with one of these; () is all.
+      modes: budgets' modes that are run.
+      settings: of the list of sampling settings, how many; 0 is all.
+      planted: also plant biases, which must be found.
+      serve: `slots` are the requests that share a budget, `num_draft` is M, and
+        the tree fields are those of the trees.
+    """
+
+    task: str = "bench_law"
+    samples: int = 50_000
+    chunk: int = 10_000
+    vocab: int = 4
+    tokens: int = 4
+    history: int = 4
+    lag: int = 2
+    drafters: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("static", "cap_accept", "compact")
+    settings: int = 0
+    planted: bool = True
+    serve: Serve = Serve(slots=2, num_draft=4)
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least(1, "", self, "samples", "chunk", "tokens", "history", "lag")
+        at_least(0, "", self, "settings")
+        at_least(1, "serve", self.serve, "num_draft")
+        at_least(2, "serve", self.serve, "slots")
+        check(3 <= self.vocab <= 8, "vocab", self.vocab, "must lie in [3, 8]")
+        for mode in self.modes:
+            known = ("static", "cap_accept", "compact")
+            check(mode in known, "modes", mode, f"must be one of {list(known)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchSoak(Common):
+    """Thousands of requests that come, leave and are taken back at random.
+
+    Attributes:
+      requests: on a random float32 target of a few tokens.
+      real_requests: on `target`; 0 leaves it out.
+      drafter: an exported drafter folder for `target`; "" drafts with random
+        weights, which cost what trained ones do.
+      join: chance that a waiting request is submitted, before each tick.
+      abort, retract: chance of each tick that one request is.
+      reference_share: share of the greedy requests that are also decoded plainly.
+      max_growth_mb: resident memory that may be gained after the first fifth.
+      serve: `slots`, `max_context` and `max_new_tokens` of both engines.
+    """
+
+    task: str = "bench_soak"
+    requests: int = 4800
+    real_requests: int = 200
+    drafter: str = ""
+    join: float = 0.7
+    abort: float = 0.02
+    retract: float = 0.02
+    reference_share: float = 1.0
+    max_growth_mb: float = 64.0
+    serve: Serve = Serve(slots=8, max_context=160, max_new_tokens=32)
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least(1, "", self, "requests")
+        at_least(0, "", self, "real_requests", "max_growth_mb")
+        share("", self, "join", "abort", "retract", "reference_share")
+        check(self.join > 0, "join", self.join, "must be above 0")

@@ -113,6 +113,44 @@ class Generate(Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Why(Common):
+    """Training against serving of one exported drafter, on one prompt.
+
+    Attributes:
+      prompt: the user's turn, as it is served.
+      drafter: an exported drafter folder.
+      system: system message of both; "" leaves the template's own.
+      thinking: the chat template's thinking switch as it is served.
+      raw: prompts are served without the chat template.
+      serve: `max_context` is the longest text that is looked at, and
+        `max_new_tokens` what the target answers.
+    """
+
+    task: str = "why"
+    prompt: str = ""
+    drafter: str = ""
+    system: str = ""
+    thinking: bool = False
+    raw: bool = False
+    serve: Serve = Serve(slots=1, max_context=1024, max_new_tokens=48)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            bool(self.prompt.strip()),
+            "prompt",
+            self.prompt,
+            'is empty; say --config.prompt="..."',
+        )
+        check(
+            bool(self.drafter),
+            "drafter",
+            self.drafter,
+            "is empty; name an exported drafter folder with --config.drafter=<folder>",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Synthesise(Common):
     """Prompts and the target's answers to them, as one file."""
 
