@@ -44,7 +44,12 @@ def recipe_of(cfg: schema.BenchFamily, name: str) -> schema.Pipeline:
     own = loading.to_recipe(module.get_config(name))
     if not isinstance(own, schema.Pipeline):
         raise UserError(f"recipe={cfg.recipe!r} trains nothing; name a training recipe")
-    train = dataclasses.replace(own.train, positions=cfg.positions, max_minutes=0.0)
+    train = dataclasses.replace(
+        own.train,
+        positions=cfg.positions,
+        max_minutes=0.0,
+        eval_prompts=cfg.validation_prompts,
+    )
     return dataclasses.replace(
         own,
         seed=cfg.seed,
@@ -121,7 +126,9 @@ def decode_sets(cfg, prepared, recipe, folder, name) -> dict[str, Any]:
     ours = serving.make_engine(target, params, serve, exported, plain=False)
     sets: dict[str, list] = {}
     made = prepared.made
-    for ids, which in zip(made.held_out, made.held_out_sets, strict=True):
+    held = list(zip(made.held_out, made.held_out_sets, strict=True))
+    # The first few chose each drafter's weights; they measure nothing.
+    for ids, which in held[cfg.validation_prompts :]:
         sets.setdefault(which, []).append(list(ids))
     found: dict[str, Any] = {}
     for which, prompts in sets.items():

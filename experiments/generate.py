@@ -79,7 +79,10 @@ def main(cfg: schema.Generate, workdir: pathlib.Path) -> None:
         for note in drafter.notes:
             print(f"note: {note}", file=sys.stderr)
     mask_id = serving.mask_id_of(drafter.drafter) if drafter else -1
-    window = drafter.drafter.layout.window if drafter else 1
+    window = 1
+    if drafter:
+        topology = serving.topology_of(cfg.serve)
+        window = topology.window(drafter.drafter.layout.num_draft)
     settings = serving.settings_from(cfg.serve, seed=cfg.seed)
     ids = encode_prompt(cfg, target, mask_id)
     # Before anything is compiled: a prompt that is too long is answered at once.

@@ -128,7 +128,7 @@ def cost_split(cfg, target, params, drafter, accept_length: float):
     Times do not depend on the drafter's weights, so random ones are timed.
     """
     drafter = serving.with_num_draft(drafter, cfg.serve.num_draft, target)
-    window = drafter.layout.window
+    window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
     timed = schema.BenchRound(
         seed=cfg.seed,
         target=cfg.target,

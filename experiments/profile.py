@@ -46,8 +46,8 @@ class Turns:
         self._next = 0
         decide = engine.planner.decide
 
-        def forced(*args, **names) -> Choice:
-            decide(*args, **names)  # its time is part of a round
+        def forced(round_index, live, own_rows) -> Choice:
+            decide(round_index, live, own_rows)  # its time is part of a round
             requests, rows = self.shapes[self._next % len(self.shapes)]
             self._next += 1
             return Choice(

@@ -22,7 +22,7 @@ class RoundLog:
     """Rows of an engine's rounds, in the order they ran.
 
     A row has `round`, `draft`, `R`, `K`, `T` (of the chosen program and budget; a
-    plain step has K = 0), `verify_lens`, `raw_accepted`, `accepted` and `emitted` of
+    plain step has K = 0), `planned` (requests that share K), `verify_lens`, `raw_accepted`, `accepted` and `emitted` of
     the live slots, `not_ready`, `stale` (requests without history), `filled` (a
     prompt may have been filled before it: that time is in the round's),
     `predicted_s` and `measured_s`.
@@ -38,13 +38,16 @@ class RoundLog:
         self.plan_s = 0.0
         self._engine = engine
         self._results: list[RoundResult] = []
-        self._fills: list[bool] = []  # of the rounds in flight
+        # Of the rounds in flight: (planned requests, filled).
+        self._in_flight: list[tuple[int, bool]] = []
+        self._planned = 0
         decide = engine.planner.decide
 
-        def timed(*args, **names):
+        def timed(round_index, live, own_rows):
             start = clock()
-            choice = decide(*args, **names)
+            choice = decide(round_index, live, own_rows)
             self.plan_s += clock() - start
+            self._planned = len(live) - len(own_rows)
             return choice
 
         engine.planner.decide = timed  # type: ignore[method-assign]
@@ -55,18 +58,19 @@ class RoundLog:
         engine = self._engine
         before = engine.metrics()
         filled = before["queued"] > 0 and before["running"] < engine.options.slots
+        self._planned = 0
         finished = engine.step(on_tokens)
         if engine.rounds > before["rounds"]:
-            self._fills.append(filled)
+            self._in_flight.append((self._planned, filled))
         count = len(self._results)
         trace = list(engine.trace)[len(engine.trace) - count :]
         for record, result in zip(trace, self._results, strict=True):
-            self.rows.append(self._row(record, result, self._fills.pop(0)))
+            self.rows.append(self._row(record, result, *self._in_flight.pop(0)))
         self._results.clear()
         return finished
 
     def _row(
-        self, record: RoundRecord, result: RoundResult, filled: bool
+        self, record: RoundRecord, result: RoundResult, planned: int, filled: bool
     ) -> dict[str, Any]:
         live_B = np.asarray(result.ran_B)
 
@@ -80,6 +84,7 @@ class RoundLog:
             "R": choice.requests,
             "K": choice.budget,
             "T": choice.rows,
+            "planned": planned,
             "verify_lens": live(result.verify_len_B),
             "raw_accepted": live(result.raw_accepted_B),
             "accepted": live(result.num_accepted_B),

@@ -250,8 +250,8 @@ def request_metrics(requests: Sequence[Served], seconds: float) -> dict[str, Any
 def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str, Any]:
     """Shares and times of an engine's rounds.
 
-    `shares` are of all rounds; `partial_budget` are those with 0 < K < R M drafts
-    (R: live requests). Predicted times are compared where nothing was filled.
+    `shares` are of all rounds; `partial_budget` are those with 0 < K < M drafts for
+    each of the requests that share K. Predicted times are compared where nothing was filled.
     """
     total = max(len(rows), 1)
     lengths = collections.Counter(
@@ -281,7 +281,7 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
         "shares": {
             "plain": share(lambda row: not row["draft"]),
             "partial_budget": share(
-                lambda row: 0 < row["K"] < len(row["verify_lens"]) * num_draft
+                lambda row: 0 < row["K"] < row["planned"] * num_draft
             ),
             "not_ready": share(lambda row: row["not_ready"]),
             "stale_slots": sum(row["stale"] for row in rows) / max(slots, 1),

@@ -128,7 +128,8 @@ def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
     make_objective(cfg)
     make_mesh(cfg)
     serving.with_num_draft(drafter, cfg.serve.num_draft, target)
-    room = room_of(cfg.serve.max_context, drafter.layout.window, target.spec)
+    window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
+    room = room_of(cfg.serve.max_context, window, target.spec)
     prompt = cfg.data.max_tokens - cfg.data.max_new_tokens
     for name, new in (
         ("train.eval_new_tokens", cfg.train.eval_new_tokens),

@@ -175,7 +175,11 @@ def probed(drafter: Drafter, target: Target) -> Drafter:
         if hasattr(drafter.options, name):
             changes[name] = value
     options = dataclasses.replace(drafter.options, **changes)
-    return base.load(own.path_of(drafter), options, target.spec)
+    return _load(own.path_of(drafter), options, target.spec)
+
+
+# One record per options: its compiled programs are then kept too.
+_load = functools.lru_cache(maxsize=32)(base.load)
 
 
 def examine(
@@ -372,7 +376,6 @@ class Recorded:
       next_tokens_S: see `tokens_S`.
       features_SLD: every layer output that can be captured.
       hidden_SD: last hidden rows.
-      told_S: how often each row was told.
     """
 
     layer_ids: tuple[int, ...]

@@ -29,11 +29,12 @@ def get_config(arg=""):
     config.capture = whole.capture
     config.serve = whole.serve
     config.serve.slots = 1
-    config.data.held_out = 12
+    config.data.held_out = 16
     config.bench.max_prompts = 12
     config.bench.max_new_tokens = 96
     if name == "tiny":
         config.positions = 20_000
+        config.validation_prompts = 4
         config.bench.max_new_tokens = 32
         config.data.mask_id = -1
     return config

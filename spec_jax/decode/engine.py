@@ -772,9 +772,12 @@ class Engine:
         return finished
 
     def running(self, handle: int) -> Generation:
-        """What is booked so far of a request that decodes in a slot."""
-        jobs = (j for j in self._running.values() if j.handle == handle)
-        return next(jobs).generation
+        """What is booked so far of a request that decodes in a slot.
+
+        One whose last tokens are being told (`on_tokens`) still counts.
+        """
+        held = {job.handle: job.generation for job in self._running.values()}
+        return (held | dict(self._ended))[handle]
 
     @property
     def busy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -155,8 +156,9 @@ def empty_slots(
         speculate_B=jnp.zeros((batch,), bool),
         seed_B=zeros(),
         round_B=zeros(),
-        sampling=all_greedy(batch).replace(
-            rules=None if vocab_size is None else no_rules(batch, num_biases)
+        sampling=dataclasses.replace(
+            all_greedy(batch),
+            rules=None if vocab_size is None else no_rules(batch, num_biases),
         ),
         stop_ids_BX=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         window_B=zeros(),

@@ -137,6 +137,7 @@ def child_terms(p_law: TokenLaw, proposal: Proposal, tried_BM):
       token that an earlier sibling named has no mass any more.
     """
     tokens_BM, parents_BW = proposal.tokens_BM, proposal.parents_BW
+    assert parents_BW is not None
     earlier_BMM = earlier_siblings(parents_BW) & tried_BM[:, None, :]
     p_BM = prob_at(p_law, parents_BW[:, 1:], tokens_BM)
     again_BMM = earlier_BMM & (tokens_BM[:, :, None] == tokens_BM[:, None, :])

@@ -386,7 +386,7 @@ class Doubled:
 
     def __init__(self, choices, results):
         self.options = types.SimpleNamespace(slots=2)
-        self.planner = types.SimpleNamespace(decide=lambda: choices.pop(0))
+        self.planner = types.SimpleNamespace(decide=lambda *a: choices.pop(0))
         self.rounds, self.trace, self.queued = 0, [], [1, 0, 0]
         self._results, self._flight = results, []
         self.fetch = lambda tree: tree
@@ -397,7 +397,9 @@ class Doubled:
 
     def step(self, on_tokens):
         if self.rounds < 2:
-            choice = self.planner.decide()
+            # One of the first round's two requests has speculation off.
+            own = {1: 1} if self.rounds == 0 else {0: 1, 1: 1}
+            choice = self.planner.decide(self.rounds, {0: 5, 1: 6}, own)
             record = RoundRecord(choice, 2, self.rounds == 1, self.rounds, 0.0)
             record.seconds = 0.25 * (1 + self.rounds)
             self._flight.append(record)
@@ -425,6 +427,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "R": 2,
             "K": 3,
             "T": 5,
+            "planned": 1,
             "verify_lens": [3, 2],
             "raw_accepted": [2, 0],
             "accepted": [1, 0],
@@ -441,6 +444,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "R": 2,
             "K": 0,
             "T": 2,
+            "planned": 0,
             "verify_lens": [1],
             "raw_accepted": [0],
             "accepted": [0],
@@ -457,10 +461,12 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
     assert shares["programs"] == {"2": {"5": 1, "plain": 1}}
     assert shares["shares"] == {
         "plain": 0.5,
-        "partial_budget": 0.5,  # 3 of 2 x 3
+        "partial_budget": 0.0,  # 3 of 1 x 3
         "not_ready": 0.5,
         "stale_slots": pytest.approx(1 / 3),
     }
+    log.rows[0]["planned"] = 2
+    assert serve_offline.round_metrics(log.rows, 3)["shares"]["partial_budget"] == 0.5
     # The one round with a prediction had a prompt filled before it.
     assert shares["compared_rounds"] == 0
     log.rows[0]["filled"] = False

@@ -129,6 +129,8 @@ class BenchFamily(Common):
       recipe: the recipe file whose word after the colon names a drafter.
       temperatures: each prompt set is decoded at each of them; 0 is greedy.
       positions: supervised positions of each drafter.
+      validation_prompts: held-out prompts that choose the kept weights; the
+        others are what is measured.
     """
 
     task: str = "bench_family"
@@ -143,6 +145,7 @@ class BenchFamily(Common):
     recipe: str = "configs/smollm2.py"
     temperatures: tuple[float, ...] = (0.0, 1.0)
     positions: int = 1_000_000
+    validation_prompts: int = 8
     data: Data = Data()
     capture: Capture = Capture()
     serve: Serve = Serve(slots=1)
@@ -151,7 +154,14 @@ class BenchFamily(Common):
     def __post_init__(self):
         super().__post_init__()
         check(bool(self.drafters), "drafters", self.drafters, "is empty; name some")
-        at_least(1, "", self, "positions")
+        at_least(1, "", self, "positions", "validation_prompts")
+        check(
+            self.validation_prompts < self.data.held_out,
+            "validation_prompts",
+            self.validation_prompts,
+            f"must be less than data.held_out={self.data.held_out}: the rest is "
+            "measured",
+        )
         for value in self.temperatures:
             check(value >= 0, "temperatures", value, "must not be negative")
 
