@@ -11,7 +11,12 @@ report. The regime is what `serve` says:
 
 On the tiny target (after `configs/tiny.py:dflash`): configs/calibrate.py:tiny
 
-Time: to be measured.
+Time: 45 seconds on the tiny target with two busy CPU cores, all but three of it
+compiling and loading.
+Numbers (tiny target, its drafter of `configs/tiny.py:dflash`, 48 prompts, temperature
+0.8, top-p 0.9): 1,048 rounds, temperatures 1.0, 1.0, 0.89, 2.0, mean calibration
+error 0.0215 before and 0.0206 after. This drafter is nearly calibrated as it is, and
+its first position cannot be helped by a temperature.
 """
 
 from configs import common

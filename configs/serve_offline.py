@@ -17,7 +17,14 @@ All requests at once: --config.pace=fast
 Plainly: --config.drafter=
 On the tiny target (after `configs/tiny.py:dflash`): configs/serve_offline.py:tiny
 
-Time: to be measured.
+Time: on the tiny target, 4 seconds of serving after one minute (`static`) to five
+(`compact`, more programs) of compiling with two busy CPU cores.
+Numbers (tiny target, 48 requests, four slots, two CPU cores that other work kept 80%
+busy): 1,545 tokens in 272 rounds, accept length 1.54, static and compact alike:
+by a table measured on that busy machine a row costs nothing, so that every budget
+is a full one. No compiles after
+warm-up, planning 2.4% of the time of 8 ms rounds, nothing late, 8% of the
+slots without history.
 """
 
 from configs import common

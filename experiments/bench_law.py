@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import planted_biases, random_target, runtime, training
+from experiments import planted_biases, random_target, training
 from spec_jax.config import schema
 from spec_jax.core.calibration import AdditiveCost, CostTable
 from spec_jax.core.errors import UserError
@@ -70,7 +70,8 @@ class Subject:
       kind: of topology.
       one_hot: argmax drafts for sampled requests.
       reduced: the draft vocabulary lacks a token.
-      sharp: confidence saturates from the second draft on, which makes ties.
+      sharp: confidence is a yes or a no and saturates from the second draft on:
+        survivals tie, and what ties depends on the drafts.
       modes: that it can be run in.
     """
 
@@ -132,8 +133,9 @@ def topology_of(subject: Subject, serve: schema.Serve) -> Topology:
     return CHAIN_TOPOLOGY
 
 
+@functools.cache
 def make_world(cfg: schema.BenchLaw, subject: Subject) -> World:
-    """Builds the drafter and decodes the history in an engine.
+    """Builds the drafter and decodes the history in an engine; once for all cases.
 
     Raises:
       UserError: the drafter's options do not fit.
@@ -150,6 +152,8 @@ def make_world(cfg: schema.BenchLaw, subject: Subject) -> World:
         options["draft_vocab_size"] = vocab.size
     drafter = base.load(subject.drafter, options, spec)
     weights = random_target.weights_of(drafter, params, cfg.seed, draft_vocab=vocab)
+    if subject.sharp:
+        weights = random_target.with_sure_confidence(weights)
     topology = topology_of(subject, cfg.serve)
     window = topology.window(drafter.layout.num_draft)
     rounds = cfg.history + 3 + cfg.tokens + 2
@@ -315,7 +319,9 @@ def make_program(cfg: schema.BenchLaw, world: World, mode: str):
 
         carry = state, jnp.asarray(rings)
         _, (result, budget_JE) = jax.lax.scan(body, carry, None, length=cfg.tokens)
-        flat = jax.tree.map(lambda x: x.reshape(cfg.tokens, count, *x.shape[3:]), result)
+        flat = jax.tree.map(
+            lambda x: x.reshape(cfg.tokens, count, *x.shape[3:]), result
+        )
         return flat, budget_JE
 
     program = jax.jit(run)

@@ -43,7 +43,9 @@ class Bias:
 @contextlib.contextmanager
 def planted(bias: Bias) -> Iterator[None]:
     """Runs the block with the mistake; nothing traced before or in it is shared."""
-    originals = [(module, name, getattr(module, name)) for module, name, _ in bias.patches]
+    originals = [
+        (module, name, getattr(module, name)) for module, name, _ in bias.patches
+    ]
     jax.clear_caches()
     try:
         for module, name, make in bias.patches:
@@ -59,7 +61,6 @@ def _own_token(original):
     """The confidence of a draft reads the draft that it may cut."""
 
     def confidence_logit(proposal: Proposal):
-        del original
         q_BM = prob_of(proposal.law, proposal.draft_ids_BM)
         return jnp.log(q_BM) - jnp.log1p(-q_BM)
 
@@ -68,7 +69,6 @@ def _own_token(original):
 
 def _later_position_first(original):
     """Equal survivals are ranked from the last position to the first."""
-    del original
 
     def rank(survival_BM):
         size_b, num_draft = survival_BM.shape
@@ -132,13 +132,11 @@ def _uncorrected_q(part: str, leaf: str):
 
 def _correction_from_p(original):
     """Nothing is subtracted: a rejected token is drawn again from p."""
-    del original
     return lambda p_BV, q_BV: p_BV
 
 
 def _correction_not_normalised(original):
     """The mass that p - q lacks falls to the last token."""
-    del original
 
     def residual(p_BV, q_BV):
         excess_BV = jnp.maximum(p_BV - q_BV, 0.0)
@@ -150,7 +148,6 @@ def _correction_not_normalised(original):
 
 def _siblings_keep_mass(original):
     """A sibling is judged as if the ones before it had not been refused."""
-    del original
 
     def child_terms(p_law, proposal: Proposal, tried_BM):
         parents_BM = proposal.parents_BW[:, 1:]

@@ -22,10 +22,10 @@ class RoundLog:
     """Rows of an engine's rounds, in the order they ran.
 
     A row has `round`, `draft`, `R`, `K`, `T` (of the chosen program and budget; a
-    plain step has K = 0), `planned` (requests that share K), `verify_lens`, `raw_accepted`, `accepted` and `emitted` of
-    the live slots, `not_ready`, `stale` (requests without history), `filled` (a
-    prompt may have been filled before it: that time is in the round's),
-    `predicted_s` and `measured_s`.
+    plain step has K = 0), `planned` (requests that share K), `verify_lens`,
+    `raw_accepted`, `accepted` and `emitted` of the live slots, `not_ready`, `stale`
+    (requests without history), `filled` (a prompt may have been filled before it:
+    that time is in the round's), `predicted_s` and `measured_s`.
 
     Attributes:
       rows: those rows.

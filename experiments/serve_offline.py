@@ -251,7 +251,8 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
     """Shares and times of an engine's rounds.
 
     `shares` are of all rounds; `partial_budget` are those with 0 < K < M drafts for
-    each of the requests that share K. Predicted times are compared where nothing was filled.
+    each of the requests that share K. Predicted times are compared where nothing
+    was filled.
     """
     total = max(len(rows), 1)
     lengths = collections.Counter(

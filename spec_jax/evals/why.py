@@ -267,9 +267,7 @@ class Text:
     def tiled(self, size: int) -> Text:
         """The text over and over, `size` rows: as long as a slot may get."""
         at = np.arange(size) % self.length
-        return Text(
-            self.tokens_S[at], self.features_SLD[at], self.hidden_SD[at], size
-        )
+        return Text(self.tokens_S[at], self.features_SLD[at], self.hidden_SD[at], size)
 
     def padded(self, size: int) -> Text:
         """The real rows, then zeros up to `size`."""
@@ -292,7 +290,7 @@ class TrainRows:
       logits_XMU: draft logits (of a selector, with every token's score).
       labels_XM: what the rows are taught.
       valid_XM: where they are.
-      anchors_X: positions; negative where none was sampled.
+      anchors_X: positions; 0 where none was sampled.
       confidence_XM: log-odds, or None.
     """
 
@@ -303,8 +301,8 @@ class TrainRows:
     confidence_XM: np.ndarray | None
 
     def at(self, anchor: int) -> int | None:
-        """Index of the block at this anchor."""
-        found = np.nonzero((self.anchors_X == anchor) & (self.valid_XM[:, 0] > 0))[0]
+        """Index of the block at this anchor (from 1: a missing one says 0)."""
+        found = np.nonzero(self.anchors_X == anchor)[0]
         return int(found[0]) if found.size else None
 
 
@@ -368,9 +366,7 @@ class Runner:
             if self.drafter.needs.teacher
             else None,
         )
-        return TrainRows(
-            *jax.device_get(self._train(self.params, self.frozen, batch))
-        )
+        return TrainRows(*jax.device_get(self._train(self.params, self.frozen, batch)))
 
     def empty(self):
         """No rows absorbed."""
@@ -569,9 +565,7 @@ def _training_visibility(runner: Runner, text: Text, first: int, last: int):
     for plane in runner.reads:
         moved = runner.train(noised(text, slice(0, first), plane), first, last)
         alive = any(
-            _first_moved(
-                clean.logits_XMU[clean.at(a)], moved.logits_XMU[moved.at(a)]
-            )
+            _first_moved(clean.logits_XMU[clean.at(a)], moved.logits_XMU[moved.at(a)])
             is not None
             for a in wanted
         )
@@ -703,15 +697,23 @@ def plane_finding(
         moved = np.roll(served_SD, -step, 0)[2:-2]
         if gap_of(found_SD[2:-2], moved).relative <= tolerance:
             hints.append(f"it is the row {name} the right one")
-    aligned = gap.cosine > 1 - 1e-3
-    if not hints and aligned and abs(gap.ratio - 1) > 0.01:
-        hints.append("one is scaled, which the cosine does not see")
-    elif not hints and aligned and gap.relative < 0.2:
-        hints.append("one is rounded to a narrower type")
+    if not hints and gap.cosine > 0.99:
+        unscaled = gap_of(found_SD / _scale(found_SD, served_SD), served_SD)
+        if unscaled.relative < 0.2 * gap.relative:
+            hints.append("one is scaled, which the cosine does not see")
+        elif gap.relative < 0.2:
+            hints.append("one is rounded to a narrower type")
     said = f"; {', '.join(hints)}" if hints else ""
     return Finding(
         "features", item, DIFFERS, f"at position {gap.row}: {gap.words}{said}"
     )
+
+
+def _scale(found_SD: np.ndarray, expected_SD: np.ndarray) -> float:
+    """The one factor between two planes, or 1."""
+    size = float(np.square(expected_SD, dtype=np.float64).sum())
+    scale = float((found_SD.astype(np.float64) * expected_SD).sum()) / max(size, 1e-30)
+    return scale or 1.0
 
 
 def teacher_finding(
@@ -727,6 +729,8 @@ def teacher_finding(
     """
     item = "last hidden x head"
     rows = logits_SV[first:-1]
+    if not len(rows):
+        return Finding("features", item, SKIPPED, "the target chose nothing")
     best = rows.max(-1)
     chosen = np.take_along_axis(rows, tokens_S[first + 1 :, None], -1)[:, 0]
     wrong = np.nonzero(best - chosen > margin * max(1.0, float(np.abs(best).max())))[0]

@@ -9,10 +9,12 @@ import pytest
 
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.core.proposal import Proposal
+from spec_jax.core.proposal import Proposal, one_hot_law
+from spec_jax.core.topology import Topology
 from spec_jax.decode.engine import Engine, EngineOptions
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.request import Settings
+from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import compiles, identity
@@ -44,8 +46,10 @@ def replay(spec) -> Drafter:
         del params, frozen, rows
         return state
 
-    def propose(table_BA, frozen, state, anchor_B, length_B, draw):
+    def propose(table_BA, frozen, state, anchor_B, length_B, draw, topology):
         del frozen
+        if not topology.is_chain:
+            return twigs(table_BA, length_B, topology), state
         # The anchor is at `length`; the drafts follow it.
         at_BM = length_B[:, None] + 1 + jnp.arange(NUM_DRAFT)
         planned_BM = jnp.take_along_axis(table_BA, at_BM, 1, mode="clip")
@@ -58,13 +62,36 @@ def replay(spec) -> Drafter:
         options=None,
         layout=BlockLayout(NUM_DRAFT),
         needs=FeatureSchema((14,), spec.hidden_size),
-        topologies=("chain",),
+        topologies=("chain", "static_tree"),
         init=lambda key: jnp.zeros((SLOTS, CONTEXT), jnp.int32),
         init_state=lambda slots, allocated: jnp.zeros((1, slots), jnp.int32),
         prefill=unchanged,
         propose=propose,
         extend=unchanged,
         train_outputs=lambda *args: None,
+    )
+
+
+# A wrong token, then the table's, at each of seven levels: the path is rows 2, 4, ...
+TWIGS = Topology(
+    "static_tree", parents=tuple(2 * (i // 2) for i in range(2 * NUM_DRAFT))
+)
+
+
+def twigs(table_BA, length_B, topology) -> Proposal:
+    """The table's chain with a dead twig before each of its tokens."""
+    at_BM = length_B[:, None] + 1 + jnp.arange(NUM_DRAFT)
+    right_BM = jnp.take_along_axis(table_BA, at_BM, 1, mode="clip")
+    pairs_BM2 = jnp.stack([(right_BM + 1) % 40_000, right_BM], -1)
+    tokens_BM = pairs_BM2.reshape(length_B.shape[0], -1)
+    size_b, size_m = tokens_BM.shape
+    parents_W = jnp.asarray((-1, *topology.parents))
+    return Proposal(
+        tokens_BM,
+        jnp.zeros_like(tokens_BM),
+        one_hot_law(tokens_BM),
+        jnp.full((size_b,), size_m, jnp.int32),
+        parents_BW=jnp.broadcast_to(parents_W, (size_b, size_m + 1)),
     )
 
 
@@ -151,3 +178,35 @@ def test_every_accepted_length_keeps_the_plain_text(smollm2, plain):
         assert emitted[8:] == [NEW_TOKENS - 1 - sum(distances)]
         assert generation.drafted[:8] == [NUM_DRAFT] * 8
         assert generation.finish_reason == "length"
+
+
+def test_a_tree_of_dead_twigs_keeps_the_plain_text(smollm2, plain):
+    """Fifteen rows a verify, the accepted path on every second of them."""
+    engine, prompts, texts = plain
+    spec = smollm2.spec
+    rows, planned = zip(
+        *(
+            corrupted(prompt, tokens, np.random.default_rng(5), spec.vocab_size)
+            for prompt, tokens in zip(prompts, texts, strict=True)
+        ),
+        strict=True,
+    )
+    options = dataclasses.replace(
+        engine.options, plain=False, round=RoundOptions(topology=TWIGS)
+    )
+    weights = dataclasses.replace(engine.weights, draft=jnp.asarray(np.stack(rows)))
+    grown = Engine(spec, weights, options, engine.drafter)
+    assert grown.window == 2 * NUM_DRAFT + 1
+    made = grown.generate(prompts, SETTINGS)
+    same = identity.compare(
+        spec,
+        weights.target,
+        grown,
+        prompts,
+        texts,
+        [g.tokens for g in made],
+        SETTINGS,
+    )
+    assert same.identical and same.near_ties == 0, same.first_difference
+    for generation, distances in zip(made, planned, strict=True):
+        assert generation.emitted[:8] == distances

@@ -171,7 +171,13 @@ def case_of(folder_of):
         frozen = serving.frozen_from_params(serving_params(), None)
         runner = checks.Runner(drafter, found.exported.params, frozen, ROOM, jit)
         text = paths.one_by_one.text(drafter.needs.layer_ids).padded(ROOM)
-        return Case(found, paths, runner, text)
+        case = Case(found, paths, runner, text)
+        # Every right program is traced before any fault is planted.
+        planes = why.feature_findings(paths, found, drafter.needs.layer_ids)
+        states = checks.state_findings(runner, text, 30, 16, drafter.layout.window)
+        for findings in (case.logits(runner), planes, states):
+            assert checks.first_difference(findings) is None
+        return case
 
     return of
 
@@ -236,7 +242,10 @@ CONTRACT = {
             }
         },
     ),
-    "A5 fill-in served anchor-first": ("dflash", {"contract": {"anchor_predicts": True}}),
+    "A5 fill-in served anchor-first": (
+        "dflash",
+        {"contract": {"anchor_predicts": True}},
+    ),
     "A5 the reverse": ("dspark", {"config": {"sample_from_anchor": False}}),
     "mask token": ("dflash", {"contract": {"mask_id": 5}}),
     "block length": ("dspark", {"contract": {"num_draft": 4}}),
@@ -277,9 +286,7 @@ def test_what_a_contract_says_is_compared(fault, folder_of, tmp_path):
 def test_a_map_of_target_ids_is_no_map_of_offsets(tmp_path):
     path = export(tmp_path / "whole", "eagle3", vocab=VOCAB)
     assert first_or_none(path) is None
-    path = edit(
-        path, tmp_path / "d", tensors={"d2t": lambda d: d + np.arange(len(d))}
-    )
+    path = edit(path, tmp_path / "d", tensors={"d2t": lambda d: d + np.arange(len(d))})
     found = first(examine(path))
     assert found.item == "vocabulary map d2t/t2d" and "offsets" in found.detail
 
@@ -700,7 +707,9 @@ def test_a_rotary_base_changed_after_export_is_in_the_golden_round(tmp_path):
 def command(monkeypatch, tmp_path):
     """The command line over the tiny target: code and report of a folder."""
     monkeypatch.setattr(
-        serving, "load_serving_target", lambda section: (make_target(), serving_params())
+        serving,
+        "load_serving_target",
+        lambda section: (make_target(), serving_params()),
     )
     monkeypatch.setattr(session, "prepare_jax", lambda precision: None)
     monkeypatch.setattr(why, "examine", functools.partial(why.examine, jit=jit))

@@ -248,6 +248,7 @@ class BenchSoak(Common):
       join: chance that a waiting request is submitted, before each tick.
       abort, retract: chance of each tick that one request is.
       reference_share: share of the greedy requests that are also decoded plainly.
+      row_buckets: T of each R, at most.
       max_growth_mb: resident memory that may be gained after the first fifth.
       serve: `slots`, `max_context` and `max_new_tokens` of both engines.
     """
@@ -260,12 +261,13 @@ class BenchSoak(Common):
     abort: float = 0.02
     retract: float = 0.02
     reference_share: float = 1.0
+    row_buckets: int = 4
     max_growth_mb: float = 64.0
     serve: Serve = Serve(slots=8, max_context=160, max_new_tokens=32)
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(1, "", self, "requests")
+        at_least(1, "", self, "requests", "row_buckets")
         at_least(0, "", self, "real_requests", "max_growth_mb")
         share("", self, "join", "abort", "retract", "reference_share")
         check(self.join > 0, "join", self.join, "must be above 0")

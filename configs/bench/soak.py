@@ -1,0 +1,21 @@
+"""A soak of 5,000 requests: joins, aborts, retractions, every program's edges.
+
+    python -m experiments.run configs/bench/soak.py
+
+4,800 requests on a random float32 target of 64 tokens, whose drafter knows its
+bigrams, and 200 on SmolLM2. The engine is `compact`, with a cost table and its
+planner; what no request made it visit is planted at the end.
+
+Time: TODO
+Without SmolLM2: --config.real_requests=0
+With a trained drafter for SmolLM2: --config.drafter=<exported folder>
+"""
+
+from configs import common
+
+
+def get_config(arg=""):
+    del arg
+    config = common.base("bench_soak")
+    config.target.source = common.SMOLLM2
+    return config
