@@ -15,6 +15,7 @@ CORE = [
     "orbax-checkpoint>=0.12",
     "rich>=13.9",
     "safetensors>=0.5",
+    "scipy>=1.14",
     "tensorstore>=0.1.75",
     "tokenizers>=0.21",
 ]

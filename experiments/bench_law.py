@@ -7,9 +7,9 @@ are tokens to compare. What each emits is compared with the exact joint law of
 the tokens that follow the same text.
 
 Requests that share a budget are an engine's: the program runs many engines side
-by side (`jax.vmap` over the round). Their budgets are the host's own rule, by
-the survival of `lag` rounds before; the first `lag` rounds read planted rings,
-which make every budget, and so every cut, occur.
+by side (`jax.vmap` over the round). Their budgets follow the host's own rule
+from the ring, the survival of `lag` rounds before; those of the first `lag`
+rounds, whose ring is empty, are planted: every budget, and so every cut, occurs.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ SETTINGS = (
 )
 LEVEL = 0.01  # of all cases together, and of all planted biases together
 PROMPT = (1, 0, 2, 1, 1, 0)
-# Seconds of a verified row in units of a round's: a draft is worth its row from
-# a survival of 0.3 on, less or more by what was granted before it.
-_ROW_SECONDS = 0.15
+# Seconds of verifying any draft at all, and of each, in units of a plain round's:
+# two requests draft if they can hope for 1.7 drafts together, and then for most.
+# What a budget is made from decides between nothing and nearly everything.
+_START_SECONDS, _ROW_SECONDS = 0.85, 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Subject:
       reduced: the draft vocabulary lacks a token.
       sharp: confidence is a yes or a no and saturates from the second draft on:
         survivals tie, and what ties depends on the drafts.
+      lag: of its budgets; 0 is the recipe's.
       modes: that it can be run in.
     """
 
@@ -82,6 +84,7 @@ class Subject:
     one_hot: bool = False
     reduced: bool = False
     sharp: bool = False
+    lag: int = 0
     modes: tuple[str, ...] = plan.MODES
 
 
@@ -90,7 +93,11 @@ SUBJECTS = (
     Subject("dflash, one-hot", "dflash", one_hot=True),
     Subject("dspark", "dspark"),
     Subject(
-        "dspark, saturated", "dspark", sharp=True, modes=(plan.CAP_ACCEPT, plan.COMPACT)
+        "dspark, saturated",
+        "dspark",
+        sharp=True,
+        lag=1,
+        modes=(plan.CAP_ACCEPT, plan.COMPACT),
     ),
     Subject("dflash2", "dflash2", (("selector_top_k", 3),)),
     Subject("eagle3", "eagle3", reduced=True),
@@ -207,10 +214,11 @@ def after_history(engine: Engine, rounds: int, seed: int):
 
 
 def cost_table(requests: int, num_draft: int) -> CostTable:
-    """Round times that make a draft's row cost what some drafts are worth."""
-    rows = (requests, requests * (num_draft + 1))
-    last = _ROW_SECONDS * (rows[1] - rows[0])
-    return CostTable(AdditiveCost(1.0, (requests,), (0.0,), rows, (0.0, last)))
+    """Round times that make drafting pay at some times."""
+    rows = (requests, requests + 1, requests * (num_draft + 1))
+    last = _START_SECONDS + _ROW_SECONDS * (rows[2] - rows[1])
+    seconds = (0.0, _START_SECONDS, last)
+    return CostTable(AdditiveCost(1.0, (requests,), (0.0,), rows, seconds))
 
 
 def best_budget(survival_RM, options: PlanOptions):
@@ -230,19 +238,15 @@ def best_budget(survival_RM, options: PlanOptions):
     return jnp.argmax(jnp.where(budget_K <= counts_X.sum(), rate_K, -jnp.inf))
 
 
-def planted_rings(lag: int, engines: int, requests: int, num_draft: int) -> np.ndarray:
-    """Survivals `[lag, E, R, M]` whose best budgets are 0, 1, ..., R * M in turn."""
-    every = requests * num_draft
-    wanted_JE = (np.arange(engines) + 3 * np.arange(lag)[:, None]) % (every + 1)
-    flat_JEX = np.arange(every) < wanted_JE[..., None]
-    rings = flat_JEX.reshape(lag, engines, num_draft, requests).swapaxes(-1, -2)
-    return rings.astype(np.float32)
+def planted_budgets(lag: int, engines: int, most: int) -> np.ndarray:
+    """Budgets `[lag, E]`: 0, 1, ..., `most` in turn, others in each round."""
+    return (np.arange(engines) + 3 * np.arange(lag)[:, None]) % (most + 1)
 
 
 def plan_of(world: World, mode: str) -> PlanOptions:
     temperatures: tuple[float, ...] = ()
     if world.subject.sharp:
-        temperatures = (1.0,) + (0.01,) * (world.drafter.layout.num_draft - 1)
+        temperatures = (100.0,) + (0.01,) * (world.drafter.layout.num_draft - 1)
     return PlanOptions(mode=mode, temperatures=temperatures)
 
 
@@ -263,7 +267,9 @@ def make_program(cfg: schema.BenchLaw, world: World, mode: str):
         one_hot_draft=world.subject.one_hot, topology=world.topology, plan=options
     )
     taps = world.drafter.needs.layer_ids
-    rings = planted_rings(cfg.lag, engines, requests, num_draft)
+    lag = world.subject.lag or cfg.lag
+    planted_JE = np.zeros((cfg.tokens, engines), np.int32)
+    planted_JE[:lag] = planted_budgets(lag, engines, requests * num_draft)[: cfg.tokens]
 
     def one_round(weights, state, budget):
         return step.round_step(
@@ -305,20 +311,22 @@ def make_program(cfg: schema.BenchLaw, world: World, mode: str):
             dataclasses.replace(slots, seed_B=seed_ER.astype(jnp.int32)),
         )
 
-        def body(carry, _):
+        def body(carry, planted):
             state, ring = carry
-            budget_E = jnp.zeros((engines,), jnp.int32)
+            is_planted, budget_E = planted
             if options.is_planned:
                 rule = functools.partial(best_budget, options=options)
-                budget_E = jax.vmap(rule)(ring[0]).astype(jnp.int32)
+                chosen_E = jax.vmap(rule)(ring[0]).astype(jnp.int32)
+                budget_E = jnp.where(is_planted, budget_E, chosen_E)
             state, result = jax.vmap(one_round, (None, 0, 0))(weights, state, budget_E)
             if options.is_planned:
                 ring = jnp.concatenate([ring[1:], result.survival_BM[None]])
             result = dataclasses.replace(result, survival_BM=None)
             return (state, ring), (result, budget_E)
 
-        carry = state, jnp.asarray(rings)
-        _, (result, budget_JE) = jax.lax.scan(body, carry, None, length=cfg.tokens)
+        carry = state, jnp.zeros((lag, engines, requests, num_draft), jnp.float32)
+        planted = jnp.arange(cfg.tokens) < lag, jnp.asarray(planted_JE)
+        _, (result, budget_JE) = jax.lax.scan(body, carry, planted)
         flat = jax.tree.map(
             lambda x: x.reshape(cfg.tokens, count, *x.shape[3:]), result
         )

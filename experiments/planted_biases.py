@@ -181,7 +181,7 @@ BIASES = (
     ),
     Bias(
         "keys folded by position",
-        "dspark",
+        "dspark, saturated",
         plan.CAP_ACCEPT,
         (
             (keys, "round_uniforms", _fold_position),

@@ -90,7 +90,7 @@ def test_the_impossible_fails_whatever_the_rest():
 
 
 def test_budgets_are_the_hosts_own():
-    """`best_budget` against `budget.choose`, and every planted ring its budget."""
+    """`best_budget` against `budget.choose`, and what is planted before it."""
     requests, num_draft = 2, 3
     rows = tuple(range(requests, requests * (num_draft + 1) + 1))
     options = plan.PlanOptions(mode=plan.COMPACT)
@@ -111,11 +111,12 @@ def test_budgets_are_the_hosts_own():
         assert mine == budget.choose(terms, requests, list(survival)).budget
         return mine
 
-    assert len({both(survival) for survival in random}) > 3
-    rings = bench_law.planted_rings(2, 14, requests, num_draft)
-    every = [[both(survival) for survival in ring] for ring in rings]
-    assert every[0] == [*range(7), *range(7)]
-    assert sorted(set(every[1])) == list(range(7))
+    made = {both(survival) for survival in random}
+    assert 0 in made and len(made) > 3
+    planted = bench_law.planted_budgets(2, 14, requests * num_draft)
+    assert planted[0].tolist() == [*range(7), *range(7)]
+    assert sorted(set(planted[1].tolist())) == list(range(7))
+    assert (planted[0] != planted[1]).all()
 
 
 @pytest.fixture(scope="module")
