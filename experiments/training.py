@@ -276,7 +276,9 @@ def data_options(cfg: schema.Pipeline) -> PipelineOptions:
     )
 
 
-def positions_per_step(drafter: Drafter, store: FeatureStore, cfg) -> float:
+def positions_per_step(
+    cfg: schema.Pipeline, drafter: Drafter, frozen: Frozen, store: FeatureStore
+) -> float:
     """Mean supervised positions of a batch, over the first batches of the data."""
     options = data_options(cfg)
     batches = Pipeline(store, options, needs=drafter.needs)
@@ -288,10 +290,6 @@ def positions_per_step(drafter: Drafter, store: FeatureStore, cfg) -> float:
 
     key_B = row_keys(jax.random.key(cfg.seed), options.batch_size)
     params = drafter.init(jax.random.key(0))
-    width = drafter.needs.width
-    frozen = Frozen(
-        jnp.zeros((store.contract.vocab_size, width)), jnp.zeros((width, 1))
-    )
     try:
         found = [
             int(count(params, frozen, next(batches), key_B))
@@ -302,11 +300,13 @@ def positions_per_step(drafter: Drafter, store: FeatureStore, cfg) -> float:
     return float(np.mean(found))
 
 
-def num_steps(cfg: schema.Pipeline, drafter: Drafter, store: FeatureStore) -> int:
+def num_steps(
+    cfg: schema.Pipeline, drafter: Drafter, frozen: Frozen, store: FeatureStore
+) -> int:
     """Optimiser steps: as asked, or as many as the asked positions take."""
     if not cfg.train.positions:
         return cfg.train.steps
-    each = positions_per_step(drafter, store, cfg)
+    each = positions_per_step(cfg, drafter, frozen, store)
     return max(1, -(-cfg.train.positions // max(int(each), 1)))
 
 
@@ -342,7 +342,7 @@ def train(
         return decoding.served_accept_length(engine, prompts, settings)
 
     t = cfg.train
-    steps = num_steps(cfg, drafter, store)
+    steps = num_steps(cfg, drafter, frozen, store)
     return loop.train(
         drafter,
         frozen,

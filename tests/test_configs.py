@@ -23,6 +23,7 @@ NEEDS = {
     path: ["--config.drafter=some/folder"]
     for path in (
         "configs/bench/decode.py",
+        "configs/bench/schedule.py",
         "configs/bench/tree.py",
         "configs/calibrate.py",
         "configs/profile.py",

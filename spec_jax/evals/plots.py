@@ -136,12 +136,31 @@ def reliability(series: Mapping[str, Sequence[Sequence[float]]]) -> str:
     return _figure("Calibration of the survival", draw)
 
 
+def throughput(series: Mapping[str, Mapping[str, float]]) -> str:
+    """Bars: way of decoding -> requests at once -> tokens per second."""
+    loads = list(dict.fromkeys(load for bar in series.values() for load in bar))
+    rates = {
+        label: [float(bar.get(load, 0.0)) for load in loads]
+        for label, bar in series.items()
+    }
+
+    def draw(axes):
+        _grouped_bars(axes, rates)
+        axes.set_xticks(range(1, len(loads) + 1), loads)
+        axes.set_xlabel("requests at once")
+        axes.set_ylabel("tokens per second")
+        _legend(axes, series)
+
+    return _figure("Speed under load", draw)
+
+
 # Series a run may report, in the order they are shown.
 PLOTS: dict[str, Callable[[Any], str]] = {
     "acceptance": acceptance,
     "accept_length": accept_length,
     "loss": loss,
     "cost": cost,
+    "throughput": throughput,
     "histogram": histogram,
     "verify_len": verify_len,
     "reliability": reliability,

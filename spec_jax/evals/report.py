@@ -6,6 +6,7 @@ Series are plain dicts, each optional; `plots.PLOTS` says what each holds:
     accept_length  {label: [[step, served accept length], ...]}
     loss           {label: [[step, loss], ...]}
     cost           {way of decoding: {part: ms per emitted token}}
+    throughput     {way of decoding: {requests at once: tokens per second}}
     histogram      {label: [rounds that emitted 1, 2, ... tokens]}
     verify_len     {label: [verifies of 1, 2, ... rows of one request]}
     reliability    {label: [[mean survival, share accepted, count] of a bin, ...]}

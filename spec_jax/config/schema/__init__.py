@@ -19,6 +19,7 @@ from spec_jax.config.schema.bench import (
     BenchLaw,
     BenchPeers,
     BenchRound,
+    BenchSchedule,
     BenchSoak,
     BenchTree,
 )
@@ -39,6 +40,7 @@ __all__ = (
     "BenchLaw",
     "BenchPeers",
     "BenchRound",
+    "BenchSchedule",
     "BenchSoak",
     "BenchTree",
     "Calibrate",
@@ -75,4 +77,5 @@ SCHEMAS: dict[str, type[Common]] = {
     "why": Why,
     "bench_law": BenchLaw,
     "bench_soak": BenchSoak,
+    "bench_schedule": BenchSchedule,
 }

@@ -271,3 +271,101 @@ class BenchSoak(Common):
         at_least(0, "", self, "real_requests", "max_growth_mb")
         share("", self, "join", "abort", "retract", "reference_share")
         check(self.join > 0, "join", self.join, "must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchSchedule(Common):
+    """Plain decoding, fixed windows and planned budgets under several loads.
+
+    Attributes:
+      drafter: an exported drafter folder whose drafts have a confidence.
+      concurrency: requests in flight, each load in turn; the last one is the
+        number of slots, and all of them are the R of the programs.
+      requests: served at each load, more than are in flight.
+      windows: fixed windows that are swept; () is 0 to M.
+      row_buckets: row buckets T of each R; 0 is one for each fixed window.
+      cost: a cost table of these very programs; "" measures one first.
+      sts: temperatures of this regime; "" fits them first.
+      allow_unmarked: accept files that do not say what they were measured on.
+      form: of the cost table that is used: "additive", "flat", or "best" for the
+        one that is nearer to the measured times in the median.
+      cost_repeats: timed rounds of each shape of the table.
+      fit_prompts: prompts of each set that temperatures are fitted on, at most
+        half of the set; they are not measured.
+      fit_slots: of those, how many decode together.
+      min_rounds: rounds below which no temperature is fitted.
+      sampled_share: share of the requests that use the sampling values of
+        `serve`; the others are greedy.
+      serve: `slots` and `max_new_tokens` are not read: see `concurrency` and
+        `bench.max_new_tokens`.
+      bench: `prompt_sets` are mixed in equal shares (a `.txt` file is cut into
+        long prompts), `max_prompts` of each; `repeats` turns; `max_new_tokens`
+        is the longest answer; `warmup` and `context` are the cost table's.
+    """
+
+    task: str = "bench_schedule"
+    drafter: str = ""
+    concurrency: tuple[int, ...] = (1, 4, 16, 32)
+    requests: tuple[int, ...] = (12, 24, 48, 80)
+    windows: tuple[int, ...] = ()
+    row_buckets: int = 0
+    cost: str = ""
+    sts: str = ""
+    allow_unmarked: bool = False
+    form: str = "best"
+    cost_repeats: int = 12
+    fit_prompts: int = 16
+    fit_slots: int = 8
+    min_rounds: int = 200
+    sampled_share: float = 0.0
+    serve: Serve = Serve()
+    bench: Bench = Bench(
+        warmup=2, repeats=3, context=128, max_prompts=64, max_new_tokens=64
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            bool(self.drafter),
+            "drafter",
+            self.drafter,
+            "is empty; name an exported drafter folder with --config.drafter=<folder>",
+        )
+        check(bool(self.concurrency), "concurrency", (), "is empty; name some loads")
+        ascending("", self, "concurrency")
+        check(
+            len(self.requests) == len(self.concurrency)
+            and all(n > c for c, n in self.loads),
+            "requests",
+            self.requests,
+            f"must have one number above each of concurrency={self.concurrency}",
+        )
+        check(
+            all(w >= 0 for w in self.windows),
+            "windows",
+            self.windows,
+            "must not be negative; () is all of them",
+        )
+        forms = ("best", "additive", "flat")
+        check(self.form in forms, "form", self.form, f"must be one of {list(forms)}")
+        at_least(0, "", self, "row_buckets")
+        at_least(1, "", self, "cost_repeats", "fit_prompts", "fit_slots", "min_rounds")
+        share("", self, "sampled_share")
+        check(
+            (self.sampled_share > 0) == (self.serve.temperature > 0),
+            "sampled_share",
+            self.sampled_share,
+            f"does not go with serve.temperature={self.serve.temperature:g}: give "
+            "both a value above 0, or neither",
+        )
+        check(
+            self.serve.topology == "chain",
+            "serve.topology",
+            self.serve.topology,
+            "must be 'chain': trees have no confidence to plan with",
+        )
+
+    @property
+    def loads(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (requests in flight, requests served)."""
+        return tuple(zip(self.concurrency, self.requests, strict=False))

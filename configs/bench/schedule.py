@@ -1,0 +1,54 @@
+"""Plain decoding, fixed windows and planned budgets at 1, 4, 16, 32 requests.
+
+    python -m experiments.run configs/bench/schedule.py \\
+        --config.drafter=<exported drafter> \\
+        --config.bench.prompt_sets.gsm8k=<gsm8k_test.jsonl> \\
+        --config.bench.prompt_sets.self_instruct=<self_instruct.jsonl>
+
+Uses the drafter of the latest finished run of `configs/smollm2.py:dspark`, if
+none is named. A prompt set without a file is left out; `long` is the project's own
+mixture with its long texts, or any text file, which is cut into long prompts
+(--config.bench.prompt_sets.long=<book.txt>).
+
+Temperatures and the cost table are made first, in the programs that are then
+measured, on prompts that are not; both lie beside the report (`sts.json`,
+`cost.json`) and can be given to another run of the same shapes:
+
+    --config.sts=<sts.json> --config.cost=<cost.json>
+
+Fewer fixed windows: --config.windows="(0,1,3,7)"
+A share of sampled requests: --config.sampled_share=0.25 --config.serve.temperature=0.7
+On the tiny target (after `configs/tiny.py:dspark`): configs/bench/schedule.py:tiny
+
+Time: TODO
+"""
+
+from configs import common
+
+
+def get_config(arg=""):
+    config = common.base("bench_schedule")
+    config.drafter = common.newest_export(f"smollm2-{arg or 'dspark'}")
+    config.serve.max_context = 512
+    config.serve.prefill_buckets = (32, 128)
+    with config.unlocked():
+        config.bench.prompt_sets = {
+            "gsm8k": "",
+            "self_instruct": "",
+            "long": "configs/workloads/mixed.jsonl",
+        }
+    if arg == "tiny":
+        common.tiny_serving(config)
+        config.drafter = common.newest_export("tiny-dspark")
+        config.concurrency = (1, 4)
+        config.requests = (8, 20)
+        config.row_buckets = 2
+        config.windows = (0, 1, 4)
+        config.cost_repeats = 8
+        config.fit_slots = 4
+        config.bench.repeats = 2
+        config.bench.context = 48
+        config.bench.max_new_tokens = 48
+        with config.unlocked():
+            config.bench.prompt_sets = {"tiny": "configs/workloads/tiny.jsonl"}
+    return config
