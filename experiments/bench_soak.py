@@ -94,12 +94,14 @@ def cost_table(ladder: Ladder) -> CostTable:
 
 def engine_of(spec, weights, drafter, serve: schema.Serve, ladder, **options) -> Engine:
     """A compact engine with its planner, or (without a drafter) a plain one."""
-    planned = {
-        "round": RoundOptions(plan=PlanOptions(mode=plan.COMPACT)),
-        "ladder": ladder,
-        "cost": cost_table(ladder),
-        "budget": BudgetOptions(probe_every=16),
-    }
+    planned = {}
+    if drafter is not None:
+        planned = {
+            "round": RoundOptions(plan=PlanOptions(mode=plan.COMPACT)),
+            "ladder": ladder,
+            "cost": cost_table(ladder),
+            "budget": BudgetOptions(probe_every=16),
+        }
     return Engine(
         spec,
         weights,
@@ -107,7 +109,7 @@ def engine_of(spec, weights, drafter, serve: schema.Serve, ladder, **options) ->
             slots=serve.slots,
             max_context=serve.max_context,
             prefill_buckets=serve.prefill_buckets or (16, 48),
-            **(planned if drafter is not None else {}),
+            **planned,
             **options,
         ),
         drafter,

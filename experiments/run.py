@@ -68,7 +68,8 @@ def _run(argv: list[str]) -> int:
         with session.hold(workdir, cfg):
             task.inspect(cfg, workdir)
     elif cfg.task in session.TALKS:
-        return task.main(cfg, workdir) or 0
+        code = task.main(cfg, workdir)
+        return code if isinstance(code, int) else 0
     else:
         session.run_task(task, cfg, recipe, workdir)
     return 0

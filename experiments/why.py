@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import tempfile
@@ -46,7 +45,6 @@ from spec_jax.evals.why import DIFFERS, OK, SKIPPED, Finding, Runner, Text
 from spec_jax.export import folder as export_folder
 from spec_jax.export import golden, names, storage
 from spec_jax.export.kinds import own
-from spec_jax.target import model
 from spec_jax.target.cache import init_cache
 from spec_jax.target.loading import Target
 
@@ -318,16 +316,14 @@ def contract_findings(cfg, target: Target, found: Folder) -> Iterator[Finding]:
     )
     before.append(vocab)
     yield from before
-    if found.exported is None and why.first_difference(before) is None:
-        # Weights that are not finite are refused as well; that is their check's.
-        if all(f.status != DIFFERS for f in _finite(found)):
-            yield Finding("contract", "configuration", DIFFERS, found.refusal)
-            return
-    yield Finding("contract", "configuration", OK, "every setting is read")
-
-
-def _finite(found: Folder) -> list[Finding]:
-    return list(why.weight_findings(*_weights(None, found, None)))
+    # Weights that are not finite are refused as well; that is their check's.
+    known = [*before, *why.weight_findings(*_weights(None, found, None))]
+    if found.refusal and why.first_difference(known) is None:
+        yield Finding("contract", "configuration", DIFFERS, found.refusal)
+    elif found.exported is None:
+        yield Finding("contract", "configuration", SKIPPED, found.refusal)
+    else:
+        yield Finding("contract", "configuration", OK, "every setting is read")
 
 
 def _weights(cfg, found: Folder, drafter: Drafter | None):

@@ -735,13 +735,13 @@ def teacher_finding(
     chosen = np.take_along_axis(rows, tokens_S[first + 1 :, None], -1)[:, 0]
     wrong = np.nonzero(best - chosen > margin * max(1.0, float(np.abs(best).max())))[0]
     if wrong.size:
-        at = first + int(wrong[0])
+        at, token = first + int(wrong[0]), int(rows[wrong[0]].argmax())
         return Finding(
             "features",
             item,
             DIFFERS,
-            f"at position {at} the stored row's best token is {int(rows[wrong[0]].argmax())}"
-            f", the target chose {int(tokens_S[at + 1])}: it is not the last hidden "
+            f"at position {at} the stored row's best token is {token}, the "
+            f"target chose {int(tokens_S[at + 1])}: it is not the last hidden "
             "after the final norm",
         )
     return Finding("features", item, OK, f"the target's choice in {len(rows)} rows")

@@ -42,7 +42,7 @@ def test_vocabulary_maps():
         (finding(offsets, None), "t2d is missing"),
         (finding(None, kept), "d2t is missing"),
         (finding(np.array([1, 4, 6]), kept), "offsets"),
-        (finding(offsets + [0, 1, 0], kept), "from draft id 1 on"),
+        (finding(offsets + np.array([0, 1, 0]), kept), "from draft id 1 on"),
         (finding(offsets[:2], kept), "from draft id 2 on"),
         (finding(offsets, kept[:9]), "9 entries"),
         (finding(offsets, kept, 4), "draft_vocab_size is 4"),

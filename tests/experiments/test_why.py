@@ -184,7 +184,7 @@ def case_of(folder_of):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_without_fault_agrees(kind, folder_of, monkeypatch):
-    if kind in ("eagle", "dflash", "dflash2"):  # rounds are those of their kin
+    if kind in ("eagle3", "dflash", "dflash2"):  # rounds are those of their kin
         monkeypatch.setattr(why, "round_findings", lambda *args: ())
     findings = examine(folder_of(kind), stop=False)
     assert checks.first_difference(findings) is None
@@ -303,6 +303,14 @@ def test_a_setting_that_no_drafter_has_is_named(folder_of, tmp_path):
     found = first(examine(path))
     assert (found.check, found.item) == ("contract", "configuration")
     assert "hidden_act" in found.detail or "gelu" in found.detail
+
+
+def test_a_contract_that_serving_refuses_is_named(folder_of, tmp_path):
+    """Though nothing that is compared one by one differs."""
+    path = edit(folder_of("dflash"), tmp_path / "d", contract={"another_field": 1})
+    found = first(examine(path))
+    assert (found.check, found.item) == ("contract", "configuration")
+    assert "another_field" in found.detail
 
 
 def test_a_prompt_without_its_template_is_another_prompt(folder_of):
