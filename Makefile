@@ -13,6 +13,9 @@ TORCH ?= torch==2.13.0
 # Extra words for pip when it installs torch (an index with CPU-only builds).
 TORCH_PIP_FLAGS ?=
 ARGS ?=
+# One test process per core; a file's tests stay together and share its fixtures.
+WORKERS ?= auto
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile
 
 # The first interpreter that is new enough and can make an environment.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
@@ -59,10 +62,10 @@ demo: install
 	$(VENV)/bin/python -m experiments.run $(ARGS)
 
 test: install
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(ARGS)
 
 test-all: install
-	$(VENV)/bin/python -m pytest -m "not parity" $(ARGS)
+	$(VENV)/bin/python $(PYTEST) -m "not parity" $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -37,6 +37,7 @@ EXTRAS = {
         "mypy>=1.15",
         "nbclient>=0.10",
         "pytest>=8.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.11",
     ],
     "tpu": ["jax[tpu]>=0.10"],

@@ -131,6 +131,7 @@ def capped():
     return cfg, world, case
 
 
+@pytest.mark.slow
 def test_a_planned_case_has_the_law_and_every_class(capped):
     cfg, world, case = capped
     assert len(world.text) >= len(bench_law.PROMPT) + 1 + cfg.history
@@ -147,6 +148,7 @@ def test_a_planned_case_has_the_law_and_every_class(capped):
     assert case["budgets"] == 2 * 2 + 1
 
 
+@pytest.mark.slow
 def test_a_planted_bias_is_found_and_leaves_nothing_behind(capped):
     cfg, _, _ = capped
     bias = BIASES["q without the Markov correction"]
@@ -162,6 +164,7 @@ def test_every_bias_names_a_case_that_is_run():
         assert bias.mode in BY_NAME[bias.subject].modes
 
 
+@pytest.mark.slow
 def test_the_report(tmp_path):
     cfg = config(drafters=("lookup",), settings=1, planted=False)
     found = bench_law.main(cfg, tmp_path)

@@ -297,6 +297,7 @@ def world(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.slow
 def test_one_small_run(world):
     assert world.bench("all") == 0
     report = json.loads((world.folder / "all/report.json").read_text())
