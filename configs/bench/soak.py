@@ -6,7 +6,8 @@
 bigrams, and 200 on SmolLM2. The engine is `compact`, with a cost table and its
 planner; what no request made it visit is planted at the end.
 
-Time: TODO
+Time: a full run has not been timed yet; its smallest version takes a minute, nearly
+all of it compiling.
 Without SmolLM2: --config.real_requests=0
 With a trained drafter for SmolLM2: --config.drafter=<exported folder>
 """
