@@ -71,8 +71,9 @@ class Subject:
       kind: of topology.
       one_hot: argmax drafts for sampled requests.
       reduced: the draft vocabulary lacks a token.
-      sharp: confidence is a yes or a no and saturates from the second draft on:
-        survivals tie, and what ties depends on the drafts.
+      sharp: the drafter knows the target's bigrams, so that what is cut would
+        have been accepted; its confidence is a yes or a no and saturates from the
+        second draft on: survivals tie, and what ties depends on the drafts.
       lag: of its budgets; 0 is the recipe's.
       modes: that it can be run in.
     """
@@ -157,10 +158,14 @@ def make_world(cfg: schema.BenchLaw, subject: Subject) -> World:
         kept = tuple(i for i in range(cfg.vocab) if i != 2)
         vocab = DraftVocab(kept, cfg.vocab)
         options["draft_vocab_size"] = vocab.size
-    drafter = base.load(subject.drafter, options, spec)
-    weights = random_target.weights_of(drafter, params, cfg.seed, draft_vocab=vocab)
     if subject.sharp:
+        drafter, weights = random_target.bigram_dspark(
+            spec, params, cfg.serve.num_draft, cfg.seed, noise=0.5, confidence=True
+        )
         weights = random_target.with_sure_confidence(weights)
+    else:
+        drafter = base.load(subject.drafter, options, spec)
+        weights = random_target.weights_of(drafter, params, cfg.seed, draft_vocab=vocab)
     topology = topology_of(subject, cfg.serve)
     window = topology.window(drafter.layout.num_draft)
     rounds = cfg.history + 3 + cfg.tokens + 2
@@ -474,6 +479,11 @@ def measure_bias(cfg: schema.BenchLaw, bias: planted_biases.Bias, seed: int) -> 
     """The same test of a case with a mistake planted; its rounds alone have it."""
     subject = next(s for s in SUBJECTS if s.name == bias.subject)
     world = make_world(cfg, subject)
+    if bias.planted_rounds:
+        rounds = min(bias.planted_rounds, cfg.tokens)
+        world = dataclasses.replace(
+            world, subject=dataclasses.replace(subject, lag=rounds)
+        )
     with planted_biases.planted(bias):
         program = make_program(cfg, world, bias.mode)
         case = run_case(cfg, world, bias.mode, program, SETTINGS[0], seed)

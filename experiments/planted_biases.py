@@ -32,12 +32,14 @@ class Bias:
       subject: the case's drafter (`bench_law.SUBJECTS`).
       mode: its mode.
       patches: what replaces what.
+      planted_rounds: rounds whose budgets are planted; 0: as the case has them.
     """
 
     name: str
     subject: str
     mode: str
     patches: tuple[Patch, ...]
+    planted_rounds: int = 0
 
 
 @contextlib.contextmanager
@@ -178,6 +180,8 @@ BIASES = (
         "dspark, saturated",
         plan.CAP_ACCEPT,
         ((plan, "rank", _later_position_first),),
+        # Only a budget below the ties has to choose among them.
+        planted_rounds=1 << 10,
     ),
     Bias(
         "keys folded by position",

