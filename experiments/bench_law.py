@@ -71,10 +71,10 @@ class Subject:
       kind: of topology.
       one_hot: argmax drafts for sampled requests.
       reduced: the draft vocabulary lacks a token.
-      sharp: the drafter knows the target's bigrams, so that what is cut would
-        have been accepted; its confidence is a yes or a no and saturates from the
-        second draft on: survivals tie, and what ties depends on the drafts.
+      sharp: confidence is a yes or a no and saturates from the second draft on:
+        survivals tie, and what ties depends on the drafts.
       lag: of its budgets; 0 is the recipe's.
+      budget: that is planted; None: each in turn.
       modes: that it can be run in.
     """
 
@@ -86,6 +86,7 @@ class Subject:
     reduced: bool = False
     sharp: bool = False
     lag: int = 0
+    budget: int | None = None
     modes: tuple[str, ...] = plan.MODES
 
 
@@ -158,14 +159,10 @@ def make_world(cfg: schema.BenchLaw, subject: Subject) -> World:
         kept = tuple(i for i in range(cfg.vocab) if i != 2)
         vocab = DraftVocab(kept, cfg.vocab)
         options["draft_vocab_size"] = vocab.size
+    drafter = base.load(subject.drafter, options, spec)
+    weights = random_target.weights_of(drafter, params, cfg.seed, draft_vocab=vocab)
     if subject.sharp:
-        drafter, weights = random_target.bigram_dspark(
-            spec, params, cfg.serve.num_draft, cfg.seed, noise=0.5, confidence=True
-        )
         weights = random_target.with_sure_confidence(weights)
-    else:
-        drafter = base.load(subject.drafter, options, spec)
-        weights = random_target.weights_of(drafter, params, cfg.seed, draft_vocab=vocab)
     topology = topology_of(subject, cfg.serve)
     window = topology.window(drafter.layout.num_draft)
     rounds = cfg.history + 3 + cfg.tokens + 2
@@ -275,6 +272,8 @@ def make_program(cfg: schema.BenchLaw, world: World, mode: str):
     lag = world.subject.lag or cfg.lag
     planted_JE = np.zeros((cfg.tokens, engines), np.int32)
     planted_JE[:lag] = planted_budgets(lag, engines, requests * num_draft)[: cfg.tokens]
+    if world.subject.budget is not None:
+        planted_JE[:lag] = world.subject.budget
 
     def one_round(weights, state, budget):
         return step.round_step(
@@ -479,11 +478,10 @@ def measure_bias(cfg: schema.BenchLaw, bias: planted_biases.Bias, seed: int) -> 
     """The same test of a case with a mistake planted; its rounds alone have it."""
     subject = next(s for s in SUBJECTS if s.name == bias.subject)
     world = make_world(cfg, subject)
-    if bias.planted_rounds:
-        rounds = min(bias.planted_rounds, cfg.tokens)
-        world = dataclasses.replace(
-            world, subject=dataclasses.replace(subject, lag=rounds)
-        )
+    subject = dataclasses.replace(subject, budget=bias.budget)
+    if bias.always:
+        subject = dataclasses.replace(subject, lag=cfg.tokens)
+    world = dataclasses.replace(world, subject=subject)
     with planted_biases.planted(bias):
         program = make_program(cfg, world, bias.mode)
         case = run_case(cfg, world, bias.mode, program, SETTINGS[0], seed)

@@ -32,14 +32,17 @@ class Bias:
       subject: the case's drafter (`bench_law.SUBJECTS`).
       mode: its mode.
       patches: what replaces what.
-      planted_rounds: rounds whose budgets are planted; 0: as the case has them.
+      budget: of the rounds whose budgets are planted, where the mistake shows
+        most; None: each in turn, as in the case itself.
+      always: it is planted in every round.
     """
 
     name: str
     subject: str
     mode: str
     patches: tuple[Patch, ...]
-    planted_rounds: int = 0
+    budget: int | None = None
+    always: bool = False
 
 
 @contextlib.contextmanager
@@ -180,8 +183,9 @@ BIASES = (
         "dspark, saturated",
         plan.CAP_ACCEPT,
         ((plan, "rank", _later_position_first),),
-        # Only a budget below the ties has to choose among them.
-        planted_rounds=1 << 10,
+        # One row for two requests whose first drafts tie.
+        budget=1,
+        always=True,
     ),
     Bias(
         "keys folded by position",
@@ -192,6 +196,8 @@ BIASES = (
             (propose, "propose", _propose_by_position),
             (verify, "accept", _accept_by_position),
         ),
+        # No draft of the first round is reached; all of them feed the second's budget.
+        budget=0,
     ),
     Bias(
         "q without the Markov correction",

@@ -104,19 +104,13 @@ def with_sure_confidence(weights: Weights, logit: float = 3.0) -> Weights:
 
 
 def bigram_dspark(
-    spec: TargetSpec,
-    params: Any,
-    num_draft: int,
-    seed: int,
-    noise: float,
-    *,
-    confidence: bool = False,
+    spec: TargetSpec, params: Any, num_draft: int, seed: int, noise: float
 ) -> tuple[Drafter, Weights]:
     """A DSpark drafter that knows the target's bigrams without being trained.
 
     Its Markov head, of rank V, is the table of what the target says after each
     token alone, blunted by `noise`; its rows are weak beside it. Its confidence
-    is the drafts' own max q, or a head of random weights.
+    is the drafts' own max q.
     """
     size_v = spec.vocab_size
     drafter = base.load(
@@ -127,7 +121,7 @@ def bigram_dspark(
             "mask_id": size_v - 1,
             "layer_ids": (0,),
             "markov_rank": size_v,
-            "enable_confidence_head": confidence,
+            "enable_confidence_head": False,
         },
         spec,
     )
