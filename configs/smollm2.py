@@ -61,7 +61,7 @@ def get_config(arg=""):
     config.train.checkpoint_every = 250
     config.train.eval_prompts = 16
     config.train.max_minutes = 90.0
-    config.serve.prefill_buckets = (32, 128)
+    config.serve.prefill_buckets = (32, 64, 96, 128)
     if name in ("dflash", "dspark", "dflash2"):
         config.drafter.options.num_layers = 2
         config.drafter.options.num_draft = 7

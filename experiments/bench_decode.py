@@ -11,9 +11,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments import pipeline, serving
+from experiments import pipeline, runtime, serving
 from spec_jax.config import schema
-from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
 from spec_jax.evals import comparison
 
@@ -21,20 +20,11 @@ from spec_jax.evals import comparison
 def prompt_sets(bench: schema.Bench) -> tuple[dict[str, list], list[str]]:
     """Prompts of each named set, and the names of those without a path."""
     limit = bench.max_prompts or None
-    found, absent = {}, []
-    for name, path in bench.prompt_sets:
-        if not path:
-            absent.append(name)
-        elif path == "builtin":
-            found[name] = prompt_files.builtin_prompts(limit)
-        else:
-            found[name] = prompt_files.read_prompts(path, limit)
-    if not found:
-        raise UserError(
-            "bench.prompt_sets names no file; say "
-            "--config.bench.prompt_sets.gsm8k=<file.jsonl>"
-        )
-    return found, absent
+    found = {
+        name: prompt_files.named_prompts(path, limit)
+        for name, path in runtime.prompt_sets(bench).items()
+    }
+    return found, [name for name, path in bench.prompt_sets if not path]
 
 
 def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:

@@ -132,11 +132,7 @@ def read_prompts(bench: schema.Bench, target: Target, room: int) -> list[list[in
     found = []
     for _, path in bench.prompt_sets:
         if path:
-            read = (
-                prompts.builtin_prompts(limit)
-                if path == "builtin"
-                else prompts.read_prompts(path, limit)
-            )
+            read = prompts.named_prompts(path, limit)
             found += [prompts.render_prompt(target, p, context=room) for p in read]
     if not found:
         raise UserError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,15 @@ from spec_jax.core import calibration
 from spec_jax.core.calibration import Source
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
-from spec_jax.decode.engine import Engine, room_of
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import room_of
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.state import RoundResult
 from spec_jax.evals import decoding, sts
-from spec_jax.evals.ece import reliability
+from spec_jax.evals.ece import NUM_BINS, reliability
+from spec_jax.export.folder import Exported
+from spec_jax.target.loading import Target
 
 STS_NAME = "sts.json"
 
@@ -67,6 +71,25 @@ class Rounds:
         )
 
 
+def collecting_engine(
+    target: Target, params: Any, serve: schema.Serve, drafter: Exported
+) -> Engine:
+    """An engine of full windows that tells what its confidence was.
+
+    Raises:
+      UserError: the drafter has no confidence, or the allocation is too small.
+    """
+    return serving.make_engine(
+        target,
+        params,
+        serve,
+        drafter,
+        chunks_per_tick=serve.slots,
+        plain=False,
+        plan=PlanOptions(collect=True),
+    )
+
+
 def collect(
     engine: Engine, prompts: list[list[int]], settings: list[Settings]
 ) -> tuple[Rounds, list]:
@@ -74,6 +97,24 @@ def collect(
     rounds = Rounds()
     runtime.watch(engine, rounds.add)
     return rounds, engine.generate(prompts, settings)
+
+
+def survivals(logits_NM, temperatures_M) -> dict[str, np.ndarray]:
+    """Survival `[N, M]` by the confidence as it is, and calibrated."""
+    return {
+        "raw": sts.survival(logits_NM, np.ones(len(temperatures_M))),
+        "calibrated": sts.survival(logits_NM, temperatures_M),
+    }
+
+
+def reliabilities(
+    survival: Mapping[str, np.ndarray], mask_NM: np.ndarray, num_bins: int = NUM_BINS
+) -> dict[str, list]:
+    """The reliability diagram's points for each kind of survival."""
+    return {
+        name: reliability(values_NM.ravel(), mask_NM.ravel(), num_bins)
+        for name, values_NM in survival.items()
+    }
 
 
 def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
@@ -97,15 +138,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
             f"prompts={cfg.prompts!r}: none fits into the {limit} tokens that "
             "serve.max_context leaves beside serve.max_new_tokens; raise it"
         )
-    engine = serving.make_engine(
-        target,
-        params,
-        cfg.serve,
-        exported,
-        chunks_per_tick=cfg.serve.slots,
-        plain=False,
-        plan=PlanOptions(collect=True),
-    )
+    engine = collecting_engine(target, params, cfg.serve, exported)
     settings = [
         serving.settings_from(cfg.serve, seed=(cfg.seed + n) % 2**31)
         for n in range(len(fitting))
@@ -132,8 +165,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         num_bins=cfg.num_bins,
     )
     calibration.write(found, str(workdir / STS_NAME))
-    raw_NM = sts.survival(logits_NM, np.ones(num_draft))
-    fitted_NM = sts.survival(logits_NM, found.temperatures)
+    survival = survivals(logits_NM, found.temperatures)
     reached_M = mask_NM.mean(0)
     return {
         "num_samples": found.num_samples,
@@ -150,20 +182,17 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         "ece_before": list(found.ece_before),
         "ece_after": list(found.ece_after),
         "survival_measured": reached_M.tolist(),
-        "survival_before": raw_NM.mean(0).tolist(),
-        "survival_after": fitted_NM.mean(0).tolist(),
+        "survival_before": survival["raw"].mean(0).tolist(),
+        "survival_after": survival["calibrated"].mean(0).tolist(),
         "series": {
             "acceptance": {
                 "measured": reached_M.tolist(),
-                "confidence, raw": raw_NM.mean(0).tolist(),
-                "confidence, calibrated": fitted_NM.mean(0).tolist(),
+                **{
+                    f"confidence, {name}": values_NM.mean(0).tolist()
+                    for name, values_NM in survival.items()
+                },
             },
-            "reliability": {
-                "raw": reliability(raw_NM.ravel(), mask_NM.ravel(), cfg.num_bins),
-                "calibrated": reliability(
-                    fitted_NM.ravel(), mask_NM.ravel(), cfg.num_bins
-                ),
-            },
+            "reliability": reliabilities(survival, mask_NM, cfg.num_bins),
         },
     }
 
@@ -171,6 +200,4 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
 def read_prompts(cfg: schema.Calibrate) -> list[prompt_files.Prompt]:
     """The recipe's prompts."""
     limit = cfg.max_prompts or None
-    if cfg.prompts == "builtin":
-        return prompt_files.builtin_prompts(limit)
-    return prompt_files.read_prompts(runtime.find_file(cfg.prompts), limit)
+    return prompt_files.named_prompts(runtime.find_file(cfg.prompts), limit)

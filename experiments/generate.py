@@ -17,7 +17,8 @@ from experiments import serving
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts
-from spec_jax.decode.engine import Engine, room_of
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import room_of
 from spec_jax.decode.request import Generation, Settings, check_prompt
 from spec_jax.target.loading import Target
 from spec_jax.target.tokenizer import StreamDecoder, Tokenizer
@@ -113,15 +114,17 @@ def encode_prompt(cfg: schema.Generate, target: Target, mask_id: int = -1) -> li
                     "leave it out, or set raw=False"
                 )
         return target.tokenizer.encode_untrusted(cfg.prompt, "prompt")
+    return prompts.render_prompt(
+        target, prompt_of(cfg), mask_id=mask_id, thinking=cfg.thinking
+    )
+
+
+def prompt_of(cfg: schema.Generate) -> prompts.Prompt:
+    """The recipe's prompt as a conversation, with its system message if it has one."""
     turns = [{"role": "user", "content": cfg.prompt}]
     if cfg.system:
         turns.insert(0, {"role": "system", "content": cfg.system})
-    return prompts.render_prompt(
-        target,
-        prompts.Prompt(tuple(turns), "config"),
-        mask_id=mask_id,
-        thinking=cfg.thinking,
-    )
+    return prompts.Prompt(tuple(turns), "config")
 
 
 def stream(

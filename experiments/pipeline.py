@@ -21,10 +21,11 @@ import numpy as np
 import rich.console
 import rich.table
 
-from experiments import bench_round, serving, training
+from experiments import bench_round, serving, synthesis, training
 from experiments.training import Clock, say
 from spec_jax.config import schema
 from spec_jax.core import block_layout
+from spec_jax.data import samples as sample_files
 from spec_jax.data.store import check_disk, plan_bytes
 from spec_jax.evals import comparison, decoding
 from spec_jax.target.loading import Target
@@ -182,14 +183,12 @@ def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
     """Sizes, bytes and the order of work, without starting any of it."""
     target = serving.planned_target(cfg.target)
     drafter = serving.new_drafter(cfg, target, draft_vocab_size=cfg.drafter.draft_vocab)
-    prompts = cfg.data.num_synth_prompts + cfg.data.max_file_prompts
+    prompts = _plan_prompts(cfg.data, target)
     tokens = prompts * cfg.data.max_tokens
     feature = training.capture_schema(cfg, drafter)
     size = plan_bytes(tokens, feature, cfg.capture.dtype)
     check_disk(".", size)
     shapes = jax.eval_shape(drafter.init, jax.random.key(0))
-    slots = cfg.train.batch * cfg.train.accumulation * cfg.train.steps
-    anchors = getattr(drafter.options, "num_anchors", 1)
     return {
         "target": {
             "name": target.spec.name,
@@ -207,12 +206,32 @@ def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
             "feature bytes at most": size,
             "topology": "offline, colocated",
         },
-        "training": {
-            "steps": cfg.train.steps,
-            "conversations": slots,
-            "label slots at most": slots * anchors * drafter.layout.num_draft,
-            "minutes at most": cfg.train.max_minutes or "no limit",
-        },
+        "training": _plan_training(cfg.train, drafter),
+    }
+
+
+def _plan_prompts(data: schema.Data, target: Target) -> int:
+    """Conversations to train on, before any is found too long."""
+    if data.samples:
+        return len(sample_files.read_file(data.samples, target.spec.vocab_size))
+    named = len(synthesis.read_prompts(data)) if data.train_on_prompts else 0
+    return data.num_synth_prompts + min(named, data.max_file_prompts or named)
+
+
+def _plan_training(train: schema.Train, drafter) -> dict[str, Any]:
+    """Steps and label slots: one is asked for, the other one follows."""
+    minutes = {"minutes at most": train.max_minutes or "no limit"}
+    if train.positions:
+        steps = "as many as the label slots take"
+        return {"steps": steps, "label slots": train.positions, **minutes}
+    rows = train.batch * train.accumulation * train.steps
+    options = drafter.options
+    starts = getattr(options, "num_anchors", getattr(options, "num_starts", 1))
+    return {
+        "steps": train.steps,
+        "conversations": rows,
+        "label slots at most": rows * starts * drafter.layout.num_draft,
+        **minutes,
     }
 
 

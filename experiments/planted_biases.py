@@ -29,12 +29,13 @@ class Bias:
 
     Attributes:
       name: what was done.
-      subject: the case's drafter (`bench_law.SUBJECTS`).
+      subject: the case's drafter (`law_worlds.SUBJECTS`).
       mode: its mode.
       patches: what replaces what.
       budget: of the rounds whose budgets are planted, where the mistake shows
         most; None: each in turn, as in the case itself.
       always: it is planted in every round.
+      times: as many samples as other cases have, where the mistake is faint.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Bias:
     patches: tuple[Patch, ...]
     budget: int | None = None
     always: bool = False
+    times: int = 1
 
 
 @contextlib.contextmanager
@@ -198,6 +200,7 @@ BIASES = (
         ),
         # No draft of the first round is reached; all of them feed the second's budget.
         budget=0,
+        times=4,
     ),
     Bias(
         "q without the Markov correction",

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import pathlib
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from experiments import pipeline, runtime, serving
 from experiments.round_log import RoundLog
 from spec_jax.config import schema
 from spec_jax.core import calibration
-from spec_jax.core.calibration import CostTable, FlatCost, Source
+from spec_jax.core.calibration import AdditiveCost, CostTable, FlatCost, Source
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder
 from spec_jax.decode.budget import Choice
-from spec_jax.decode.engine import Engine, room_of
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import room_of
 from spec_jax.decode.plan import COMPACT, PlanOptions
 from spec_jax.evals import cost_tables
 from spec_jax.evals.cost_tables import Sample
@@ -115,6 +117,66 @@ def measure(
     return seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What the round times of a ladder's shapes give.
+
+    Attributes:
+      samples: medians of the programs that draft.
+      plain: (R, seconds) of the plain steps, R ascending.
+      costs: form -> the cost in that form.
+      errors: form -> "max" and "median" of |predicted / measured - 1|.
+    """
+
+    samples: list[Sample]
+    plain: list[tuple[int, float]]
+    costs: dict[str, AdditiveCost | FlatCost]
+    errors: dict[str, dict[str, float]]
+
+    @property
+    def best_form(self) -> str:
+        """The form that is nearer to the measured times in the median."""
+        return min(self.errors, key=lambda form: self.errors[form]["median"])
+
+    def table(self, form: str, source: Source) -> CostTable:
+        """The cost table in one form, saying what it was measured on."""
+        sizes, seconds = [r for r, _ in self.plain], [s for _, s in self.plain]
+        return CostTable(self.costs[form], tuple(sizes), tuple(seconds), source)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What a report has of it; keys are texts, times in milliseconds."""
+        rows_ms: dict[str, dict[str, float]] = {}
+        for sample in self.samples:
+            row = rows_ms.setdefault(str(sample.requests), {})
+            row[str(sample.rows)] = 1e3 * sample.seconds
+        return {
+            "fit_error": self.errors,
+            "round_ms": rows_ms,
+            "plain_ms": {str(r): 1e3 * s for r, s in self.plain},
+        }
+
+
+def fit(seconds: Mapping[Shape, Sequence[float]]) -> Fit:
+    """Fits both forms to the medians of what `measure` returned.
+
+    Raises:
+      UserError: nothing was measured, or a time that is not positive.
+    """
+    medians = {shape: statistics.median(values) for shape, values in seconds.items()}
+    samples = [Sample(r, t, s) for (r, t), s in medians.items() if t]
+    costs = {
+        "additive": cost_tables.fit_additive(samples),
+        "flat": cost_tables.fit_flat(samples),
+    }
+    errors = {}
+    for form, cost in costs.items():
+        largest, median = cost_tables.relative_errors(cost, samples)
+        errors[form] = {"max": largest, "median": median}
+    plain = sorted((r, s) for (r, t), s in medians.items() if not t)
+    return Fit(samples, plain, costs, errors)
+
+
 def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
     """Writes `cost.json` (and the other form beside it); returns metrics.
 
@@ -147,42 +209,21 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
         cost=table,
     )
     pipeline.say(f"profile: ladder {ladder.buckets}")
-    medians = {
-        shape: statistics.median(values)
-        for shape, values in measure(engine, cfg, pipeline.say).items()
-    }
-    samples = [Sample(r, t, s) for (r, t), s in medians.items() if t]
-    plain = sorted((r, s) for (r, t), s in medians.items() if not t)
+    fitted = fit(measure(engine, cfg, pipeline.say))
     source = Source(
         **runtime.facts(target, exported),
         num_draft=layout.num_draft,
         ladder=ladder.buckets,
     )
-    fitted = {
-        "additive": cost_tables.fit_additive(samples),
-        "flat": cost_tables.fit_flat(samples),
-    }
-    errors = {}
-    for form, cost in fitted.items():
-        written = CostTable(
-            cost, tuple(r for r, _ in plain), tuple(s for _, s in plain), source
-        )
+    for form in fitted.costs:
         name = COST_NAME if form == cfg.form else f"cost.{form}.json"
-        calibration.write(written, str(workdir / name))
-        largest, median = cost_tables.relative_errors(cost, samples)
-        errors[form] = {"max": largest, "median": median}
-    rows_ms: dict[str, dict[str, float]] = {}
-    for sample in samples:
-        row = rows_ms.setdefault(str(sample.requests), {})
-        row[str(sample.rows)] = 1e3 * sample.seconds
+        calibration.write(fitted.table(form, source), str(workdir / name))
     return {
         "form": cfg.form,
-        "fit_error": errors,
-        "round_ms": rows_ms,
-        "plain_ms": {str(r): 1e3 * s for r, s in plain},
+        **fitted.numbers,
         "table": {
             "predicted_over_measured": cost_tables.predicted_over_measured(
-                fitted[cfg.form], samples
+                fitted.costs[cfg.form], fitted.samples
             )
         },
         "window": layout.window,

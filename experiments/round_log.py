@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from experiments import runtime
-from spec_jax.decode.engine import Engine, RoundRecord
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.jobs import RoundRecord
 from spec_jax.decode.state import RoundResult
 
 

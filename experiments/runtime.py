@@ -13,6 +13,7 @@ import jax
 from experiments import serving, session
 from spec_jax.config import schema
 from spec_jax.core import calibration
+from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder, full_ladder
 from spec_jax.data.files import write_atomically
 from spec_jax.decode.engine import Engine
@@ -30,6 +31,21 @@ def find_file(path: str) -> str:
     path = os.path.expanduser(path)
     beside = session.ROOT / path
     return str(beside) if not os.path.exists(path) and beside.is_file() else path
+
+
+def prompt_sets(bench: schema.Bench) -> dict[str, str]:
+    """Name -> path of the prompt sets that have one.
+
+    Raises:
+      UserError: none has.
+    """
+    named = {name: path for name, path in bench.prompt_sets if path}
+    if not named:
+        raise UserError(
+            "bench.prompt_sets names no file; say "
+            "--config.bench.prompt_sets.gsm8k=<file.jsonl>"
+        )
+    return named
 
 
 def regime_of(settings: Settings | schema.Serve) -> str:

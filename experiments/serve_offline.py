@@ -79,7 +79,17 @@ class Served:
             "accept_length": made.accept_length if made and made.rounds else None,
             "text": made.text if made else "",
             "error": self.error,
+            **self._logprobs(),
         }
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Log-probabilities of the tokens, for a request that asked for them."""
+        if not (self.generation and self.settings and self.settings.logprobs):
+            return {}
+        found: dict[str, Any] = {"logprobs": self.generation.logprobs}
+        if self.settings.top_logprobs:
+            found["top_logprobs"] = self.generation.top_logprobs
+        return found
 
 
 def prepare(
@@ -170,11 +180,17 @@ def main(cfg: schema.ServeOffline, workdir: pathlib.Path) -> dict[str, Any]:
         )
     mask_id = serving.mask_id_of(exported.drafter) if exported else -1
     requests = prepare(items, target, cfg.serve, mask_id)
-    planning = runtime.load_planning(
-        cfg, target, exported, [r.settings for r in requests if r.settings]
-    )
+    asked = [r.settings for r in requests if r.settings]
+    planning = runtime.load_planning(cfg, target, exported, asked)
     engine = serving.make_engine(
-        target, params, cfg.serve, exported, text=True, **planning
+        target,
+        params,
+        cfg.serve,
+        exported,
+        text=True,
+        auto_off=serving.auto_off_of(cfg.auto_off),
+        **serving.features_of(asked),
+        **planning,
     )
     log = RoundLog(engine)
     with compiles.counting() as counted:
@@ -195,6 +211,7 @@ def main(cfg: schema.ServeOffline, workdir: pathlib.Path) -> dict[str, Any]:
         **round_metrics(log.rows, num_draft),
         "plan_fraction": log.plan_s / max(sum(r["measured_s"] for r in log.rows), 1e-9),
         "compiles_after_warmup": counted.compiles,
+        "auto_off": engine.metrics()["auto_off"],
         "ladder": {str(size): list(rows) for size, rows in engine.ladder.buckets},
     }
     emitted = [n for row in log.rows if row["draft"] for n in row["emitted"]]

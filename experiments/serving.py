@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import jax
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.core.topology import Topology
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.auto_off import AutoOff
+from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
@@ -209,6 +212,29 @@ def topology_of(serve: schema.Serve) -> Topology:
         )
     parents = serve.tree_parents if serve.topology == "static_tree" else ()
     return Topology(serve.topology, parents=parents)
+
+
+def features_of(settings: Iterable[Settings]) -> dict[str, Any]:
+    """The fields of `EngineOptions` that these requests need compiled in."""
+    found: dict[str, Any] = {}
+    for one in settings:
+        if one.has_rules:
+            found["penalties"] = True
+        if one.logprobs:
+            found["logprobs"] = max(found.get("logprobs", 0), one.top_logprobs)
+    return found
+
+
+def auto_off_of(limits: schema.AutoOff) -> AutoOff | None:
+    """The engine's limits of a recipe's; None where none is set."""
+    if not limits.used:
+        return None
+    return AutoOff(
+        limits.min_accept_length,
+        limits.rounds,
+        None if limits.max_active < 0 else limits.max_active,
+        None if limits.max_context < 0 else limits.max_context,
+    )
 
 
 def settings_from(serve: schema.Serve, **overrides: Any) -> Settings:

@@ -264,7 +264,7 @@ def synthesise(
     corpus = sample_files.select_samples(
         samples,
         data.max_tokens,
-        keep_looping=not data.drop_looping,
+        looping=data.looping,
         template=target.chat_template.hash[:12],
     )
     seconds = _add_seconds(folder, time.monotonic() - started)
@@ -311,7 +311,7 @@ def _from_file(target: Target, data: schema.Data, seed: int, render) -> Synthesi
         held = [(s.tokens[: s.prompt_len], set_of(s.source)) for s in chosen]
         samples = [samples[i] for i in order[data.held_out :]]
     corpus = sample_files.select_samples(
-        samples, data.max_tokens, keep_looping=not data.drop_looping, max_skipped=1.0
+        samples, data.max_tokens, looping=data.looping, max_skipped=1.0
     )
     return Synthesis(
         train=corpus.samples,

@@ -29,7 +29,7 @@ from spec_jax.data import capture as capture_lib
 from spec_jax.data import files
 from spec_jax.data.pipeline import Pipeline, PipelineOptions
 from spec_jax.data.store import FeatureStore, open_store
-from spec_jax.decode.engine import room_of
+from spec_jax.decode.options import room_of
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params
@@ -44,7 +44,7 @@ from spec_jax.train import loop
 from spec_jax.train.metrics import progress_line
 from spec_jax.train.optimiser import OptimiserOptions
 
-OFFLINE_SLOTS = 32
+OFFLINE_SLOTS = 64
 BUCKET = 64
 COUNTED_BATCHES = 8
 
@@ -122,11 +122,14 @@ def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
     """Refuses, before any work, what training and validation would refuse later.
 
     Raises:
-      UserError: a wrong objective or mesh, more drafts than are trained, or the
-        longest prompt and its new tokens do not fit into a slot.
+      UserError: a wrong mesh, an objective that is wrong or that the drafter cannot
+        feed, more drafts than are trained, or the longest prompt and its new tokens
+        do not fit into a slot.
     """
-    make_objective(cfg)
     make_mesh(cfg)
+    objectives.check_objective(
+        drafter, make_objective(cfg), target.spec, cfg.train.seq_len
+    )
     serving.with_num_draft(drafter, cfg.serve.num_draft, target)
     window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
     room = room_of(cfg.serve.max_context, window, target.spec)

@@ -1,11 +1,30 @@
 """Settings and fixtures that all tests share."""
 
 import os
+import pathlib
 
 # Before jax is imported anywhere: tests run on the CPU unless told otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile more than they run: what one of them compiled, another process, a
+# subprocess or the next run reads.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="dotted path of a drafter elsewhere: tests/drafters/test_conformance.py "
+        "then checks those that are named, and no other",
+    )
 
 
 @pytest.fixture(scope="session")

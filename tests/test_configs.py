@@ -8,9 +8,10 @@ import re
 import pytest
 
 from configs import common
-from experiments import run
+from experiments import pipeline, run
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
+from spec_jax.data import prompts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECIPES = sorted(
@@ -157,3 +158,26 @@ def test_readme_names_every_recipe():
     words = readme.read_text("utf-8")
     missing = [p for p in RECIPES if not re.search(re.escape(p) + r"\b", words)]
     assert not missing, f"README.md names no {', '.join(missing)}"
+
+
+def test_a_plan_counts_what_is_asked(tmp_path):
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"tokens": [1, 2, 3], "prompt_len": 1}\n' * 5)
+
+    def plan(name, *words):
+        cfg, _ = _load(f"configs/qwen3_4b.py:{name}", *words)
+        return pipeline.plan(cfg)
+
+    asked = plan("dflash", "--config.train.steps=10", "--config.train.batch=2")
+    assert asked["data"]["prompts at most"] == 256
+    assert asked["training"]["label slots at most"] == 10 * 2 * 512 * 15
+    asked = plan(
+        "eagle3",
+        "--config.train.positions=999",
+        f"--config.data.samples={samples}",
+    )
+    assert asked["training"]["label slots"] == 999
+    assert asked["data"]["prompts at most"] == 5
+    both = plan("dspark", "--config.data.prompts=builtin")
+    named = both["data"]["prompts at most"] - 256
+    assert named == len(prompts.builtin_prompts())

@@ -22,7 +22,8 @@ from spec_jax.target.loading import Target
 # Fields that may hold the prompt, the first present one wins.
 FIELDS = ("prompt", "question", "instruction", "turns")
 
-_BUILTIN = "prompts.jsonl"
+BUILTIN = "builtin"  # in place of a path: the prompts that come with the package
+_BUILTIN_FILE = "prompts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,18 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
 def builtin_prompts(limit: int | None = None) -> list[Prompt]:
     """The short prompt list that comes with the package."""
     package = importlib.resources.files("spec_jax.data")
-    return _parse(package.joinpath(_BUILTIN).read_bytes(), _BUILTIN, limit)
+    return _parse(package.joinpath(_BUILTIN_FILE).read_bytes(), _BUILTIN_FILE, limit)
+
+
+def named_prompts(path: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a file, or under the name "builtin" the built-in ones.
+
+    Raises:
+      UserError: see `read_prompts`.
+    """
+    if path == BUILTIN:
+        return builtin_prompts(limit)
+    return read_prompts(path, limit)
 
 
 def user_prompt(text: str, source: str = "config") -> Prompt:

@@ -92,6 +92,25 @@ def is_looping(tokens: Sequence[int], n: int = 8, times: int = 3) -> bool:
     return any(count >= times for count in ngram_counts(tokens, n).values())
 
 
+def without_loop(sample: Sample, n: int = 8, times: int = 3) -> Sample:
+    """The sample up to where its answer begins to repeat itself.
+
+    The n-gram that first comes for the `times`-th time is kept once: the answer
+    ends where it begins again. A sample that does not loop is returned as it is.
+    """
+    answer = sample.answer
+    starts: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    for start in range(len(answer) - n + 1):
+        seen = starts[answer[start : start + n]]
+        seen.append(start)
+        if len(seen) == times:
+            end = sample.prompt_len + seen[1]
+            return dataclasses.replace(
+                sample, tokens=sample.tokens[:end], looping=False
+            )
+    return sample
+
+
 def distinct_ngrams(tokens: Sequence[int], n: int = 2) -> float:
     """Distinct n-grams over all n-grams, in (0, 1]; 1.0 where there is none."""
     counts = ngram_counts(tokens, n)
@@ -277,7 +296,7 @@ class Corpus:
     Attributes:
       samples: the kept ones, in order.
       skipped: reason -> number of samples that could not be used.
-      looping: number left out because they loop; a choice, not a fault.
+      looping: number left out, or cut, because they loop; a choice, not a fault.
     """
 
     samples: tuple[Sample, ...]
@@ -289,7 +308,7 @@ def select_samples(
     samples: Sequence[Sample],
     max_tokens: int,
     *,
-    keep_looping: bool = True,
+    looping: str = "keep",
     max_skipped: float = MAX_SKIPPED,
     template: str = "",
 ) -> Corpus:
@@ -298,26 +317,29 @@ def select_samples(
     Args:
       samples: samples, in order.
       max_tokens: longer ones are skipped.
-      keep_looping: whether looping answers stay.
+      looping: what becomes of looping answers: "keep", "drop", or "cut", which
+        ends them where they begin to repeat themselves (`without_loop`).
       max_skipped: the largest share that may be skipped.
       template: name or hash of the chat template, for the errors.
 
     Raises:
       UserError: see `check_skipped` and `check_supervision`.
     """
-    kept, skipped, looping = [], collections.Counter(), 0
+    kept, skipped, num_looping = [], collections.Counter(), 0
     for sample in samples:
         if len(sample.tokens) > max_tokens:
             skipped[f"longer than {max_tokens} tokens"] += 1
         elif not sample.answer:
             skipped["no answer tokens"] += 1
-        elif sample.looping and not keep_looping:
-            looping += 1
-        else:
+        elif not sample.looping or looping == "keep":
             kept.append(sample)
+        else:
+            num_looping += 1
+            if looping == "cut":
+                kept.append(without_loop(sample))
     check_skipped(skipped, len(samples), max_skipped)
     check_supervision(kept, template)
-    return Corpus(tuple(kept), dict(skipped), looping)
+    return Corpus(tuple(kept), dict(skipped), num_looping)
 
 
 def check_skipped(

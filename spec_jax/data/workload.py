@@ -9,6 +9,12 @@ JSON lines, split on "\\n" only. A line is one request:
     temperature, top_k, top_p, min_p, max_new_tokens
                  sampling settings; absent ones are the recipe's
     stop         text, or list of texts, that end the answer
+    presence_penalty, frequency_penalty, repetition_penalty
+                 of tokens said before
+    logit_bias   object: token id -> bias
+    logprobs     true reports each token's log-probability; top_logprobs: and those
+                 of so many alternatives
+    num_draft    a window of its own, whatever the others' budget
     seed         of its random streams; absent: one of its own
     speculate    false decodes this request plainly
 
@@ -36,11 +42,23 @@ SETTINGS: dict[str, type] = {
     "top_p": float,
     "min_p": float,
     "max_new_tokens": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "logit_bias": dict,
+    "logprobs": bool,
+    "top_logprobs": int,
+    "num_draft": int,
     "seed": int,
     "speculate": bool,
 }
 _OTHERS = ("arrival", "id", "stop", "instances", *prompts.FIELDS)
-_WORDS = {float: "a number", int: "a whole number", bool: "true or false"}
+_WORDS = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    dict: "an object of token ids and biases",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +172,18 @@ def _typed(row: dict, field: str, kind: type, source: str) -> Any:
         raise UserError(
             f"workload: line {source}, {field}={value!r} must be {_WORDS[kind]}"
         )
-    return value
+    return _biases(value, source) if kind is dict else value
+
+
+def _biases(value: dict, source: str) -> tuple[tuple[int, float], ...]:
+    """JSON names are texts: `{"17": -2.5}` is the pair (17, -2.5)."""
+    try:
+        return tuple((int(token), float(bias)) for token, bias in value.items())
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"workload: line {source}, logit_bias={value!r} must be "
+            f'{_WORDS[dict]}, such as {{"17": -2.5}}'
+        ) from error
 
 
 def _stops(value: Any, source: str) -> tuple[str, ...]:

@@ -15,19 +15,17 @@ import time
 from collections.abc import Callable, Iterable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.core.calibration import CostTable
 from spec_jax.core.errors import UserError
-from spec_jax.core.verify_layout import Ladder, full_ladder
-from spec_jax.decode import budget, plan, prefill, step
-from spec_jax.decode.auto_off import LOAD, REASONS, AutoOff, reason_off
-from spec_jax.decode.budget import BudgetOptions, Choice, Planner
+from spec_jax.core.verify_layout import full_ladder
+from spec_jax.decode import budget, plan, programs
+from spec_jax.decode.auto_off import LOAD, REASONS, reason_off
+from spec_jax.decode.budget import Choice, Planner
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.jobs import Job, RoundRecord, book_logprobs, book_text
+from spec_jax.decode.options import EngineOptions, room_of
 from spec_jax.decode.request import (
-    NUM_BIASES,
-    NUM_STOP_IDS,
     Generation,
     Offer,
     Settings,
@@ -35,179 +33,12 @@ from spec_jax.decode.request import (
     check_prompt,
     stop_ids_of,
 )
-from spec_jax.decode.state import DecodeState, Slots, empty_slots
-from spec_jax.decode.step import RoundOptions
 from spec_jax.decode.text import TextStream
 from spec_jax.drafters.base import Drafter
-from spec_jax.sampling.penalties import Rules
-from spec_jax.sampling.transform import Sampling
-from spec_jax.target.cache import init_cache
 from spec_jax.target.spec import TargetSpec
 from spec_jax.target.tokenizer import Tokenizer
 
 GREEDY = Settings()
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """Shapes an engine compiles for.
-
-    Attributes:
-      slots: B, requests decoded together.
-      max_context: A, allocated tokens per slot.
-      prefill_buckets: chunk lengths, ascending; longer prompts take several
-        chunks of the largest.
-      chunks_per_tick: prefill chunks run between two rounds; 1 bounds the time
-        between a running request's tokens, `slots` suits offline work.
-      plain: also compile the one-row step that runs when nobody speculates.
-        Without it such requests run in the round, their window cut to the
-        anchor. An engine without a drafter always has it.
-      round: static choices of the round.
-      penalties: serve penalties and logit bias (keeps counts `[B, V]`); without,
-        requests that ask for them are refused.
-      logprobs: most alternatives a request may ask for beside the tokens' own
-        log-probabilities; None: log-probabilities are refused.
-      auto_off: when speculation switches itself off; None: never.
-      ladder: the (R, T) programs; None: all slots, full windows.
-      cost: seconds of each; None: a planned round verifies everything.
-      budget: how budgets are chosen, in a planned mode (see `round.plan`).
-      keep_rounds: records of the newest rounds that `trace` holds.
-    """
-
-    slots: int = 1
-    max_context: int = 1024
-    prefill_buckets: tuple[int, ...] = (32, 128)
-    chunks_per_tick: int = 1
-    plain: bool = True
-    round: RoundOptions = dataclasses.field(default_factory=RoundOptions)
-    penalties: bool = False
-    logprobs: int | None = None
-    auto_off: AutoOff | None = None
-    ladder: Ladder | None = None
-    cost: CostTable | None = None
-    budget: BudgetOptions = dataclasses.field(default_factory=BudgetOptions)
-    keep_rounds: int = 4096
-
-    def __post_init__(self):
-        if self.slots < 1:
-            raise UserError(f"serve.slots={self.slots} must be at least 1")
-        buckets = self.prefill_buckets
-        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-            raise UserError(
-                f"serve.prefill_buckets={buckets} must be ascending positive lengths"
-            )
-        if self.logprobs is not None and self.logprobs < 0:
-            raise UserError(
-                f"serve.logprobs={self.logprobs} must be None (off) or at least 0"
-            )
-
-
-def room_of(max_context: int, window: int, spec: TargetSpec) -> int:
-    """Tokens that one slot can hold, prompt and answer together.
-
-    Two windows of slack: a round runs before the last one's result is read.
-    """
-    return min(max_context - 2 * window, spec.max_context)
-
-
-def switched(slots: Slots, leave_B, speculate_B) -> Slots:
-    """Slots without those that leave; a program of its own, between rounds."""
-    return dataclasses.replace(
-        slots,
-        active_B=slots.active_B & ~leave_B,
-        length_B=jnp.where(leave_B, 0, slots.length_B),
-        speculate_B=speculate_B,
-    )
-
-
-def _rules_of(settings: Settings) -> Rules:
-    """One request's penalties and biases, `B = 1`."""
-    ids_X = np.full((1, NUM_BIASES), -1, np.int32)
-    bias_X = np.zeros((1, NUM_BIASES), np.float32)
-    for index, (token, bias) in enumerate(settings.logit_bias):
-        ids_X[0, index], bias_X[0, index] = token, bias
-
-    def one(value):
-        return jnp.asarray(np.array([value], np.float32))
-
-    return Rules(
-        repetition_B=one(settings.repetition_penalty),
-        presence_B=one(settings.presence_penalty),
-        frequency_B=one(settings.frequency_penalty),
-        bias_ids_BX=jnp.asarray(ids_X),
-        bias_BX=jnp.asarray(bias_X),
-    )
-
-
-@dataclasses.dataclass
-class RoundRecord:
-    """One round, as the host saw it.
-
-    Attributes:
-      choice: its program, budget and predicted time.
-      running: requests in it.
-      late: its confidence had not arrived, so that it had no budget.
-      stale: of its planned requests, how many had no history.
-      verify_lens: rows of each live request, anchors included.
-      seconds: from its dispatch, or from the end of the round before, until its
-        result was here; prefill in between counts.
-    """
-
-    choice: Choice
-    running: int
-    late: bool
-    stale: int
-    started: float
-    verify_lens: list[int] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass
-class _Job:
-    """A request's host side, whether it waits, fills or decodes.
-
-    Attributes:
-      text: its growing text, where the engine has a tokenizer.
-      speculating: its drafter is on now.
-      off: why it is off for good, or "".
-      filled: rows filled of what it has to fill.
-      drafted_accepted: r of its rounds with drafts, the newest few.
-    """
-
-    handle: int
-    generation: Generation
-    settings: Settings
-    text: TextStream | None
-    speculating: bool
-    off: str = ""
-    filled: int = 0
-    drafted_accepted: collections.deque = dataclasses.field(
-        default_factory=collections.deque
-    )
-
-    @property
-    def to_fill(self) -> list[int]:
-        """Tokens the target has to run before a round: all but the anchor."""
-        return self.generation.prompt + self.generation.tokens[:-1]
-
-    @property
-    def known(self) -> int | None:
-        """The anchor of a request that was retracted; None before any token."""
-        return self.generation.tokens[-1] if self.generation.tokens else None
-
-    @property
-    def length(self) -> int:
-        return len(self.generation.prompt) + len(self.generation.tokens)
-
-
-def _book_logprobs(job: _Job, count: int, row: int, made) -> None:
-    """Log-probabilities of a round's first `count` tokens."""
-    generation, num_top = job.generation, job.settings.top_logprobs
-    generation.logprobs.extend(made.chosen_BT[row, :count].tolist())
-    for index in range(count if num_top else 0):
-        ids = made.top_ids_BTN[row, index, :num_top].tolist()
-        values = made.top_BTN[row, index, :num_top].tolist()
-        generation.top_logprobs.append(list(zip(ids, values, strict=True)))
 
 
 class Engine:
@@ -251,7 +82,6 @@ class Engine:
                 + " or ".join(repr(kind) for kind in drafter.topologies)
             )
         self.window = topology.window(drafter.layout.num_draft) if drafter else 1
-        taps = drafter.needs.layer_ids if drafter else ()
         self.room = room_of(options.max_context, self.window, spec)
         if self.room < 2:
             raise UserError(
@@ -296,149 +126,16 @@ class Engine:
         self._ended: list[tuple[int, Generation]] = []
         self._news: list[tuple[int, list[int], bool]] = []
         self._release: set[int] = set()
-        self._queue: collections.deque[_Job] = collections.deque()
-        self._running: dict[int, _Job] = {}
-        self._filling: _Job | None = None
+        self._queue: collections.deque[Job] = collections.deque()
+        self._running: dict[int, Job] = {}
+        self._filling: Job | None = None
         self._filling_slot = -1
         self._free = list(range(options.slots))[::-1]
         self._pending: collections.deque = collections.deque()
         self._next_handle = 0
-        self.state = self._fresh_state()
-        self._programs = self._compile(taps)
-
-    def _fresh_state(self) -> DecodeState:
-        o = self.options
-        draft = None
-        if self.drafter is not None:
-            draft = self.drafter.init_state(o.slots, o.max_context)
-        return DecodeState(
-            cache=init_cache(self.spec, o.slots, o.max_context),
-            draft=draft,
-            slots=empty_slots(
-                o.slots,
-                NUM_STOP_IDS,
-                num_biases=NUM_BIASES,
-                vocab_size=self.spec.vocab_size if o.penalties else None,
-                logprobs=o.logprobs is not None,
-            ),
-        )
-
-    def _compile(self, taps):
-        spec, drafter, options = self.spec, self.drafter, self.options
-        round_options = dataclasses.replace(
-            options.round, top_logprobs=options.logprobs or 0
-        )
-        abstract = jax.eval_shape(lambda x: x, (self.weights, self.state))
-
-        def aot(function, *args):
-            return jax.jit(function, donate_argnums=1).lower(*abstract, *args).compile()
-
-        def round_of(requests, rows, speculate):
-            def run(weights, state, extra=None):
-                return step.round_step(
-                    spec,
-                    drafter,
-                    taps,
-                    round_options,
-                    weights,
-                    state,
-                    extra,
-                    speculate=speculate,
-                    requests=requests,
-                    rows=rows,
-                )
-
-            return run
-
-        programs: dict = {}
-        is_planned = round_options.plan.is_planned
-        scalar = [jax.ShapeDtypeStruct((), jnp.int32)] if is_planned else []
-        for requests, each in self.ladder.buckets:
-            if drafter is None or options.plain:
-                programs["plain", requests] = aot(round_of(requests, None, False))
-            if drafter is None:
-                continue
-            for rows in each if self._is_packed else each[-1:]:
-                packed = rows if self._is_packed else None
-                program = aot(round_of(requests, packed, True), *scalar)
-                programs["round", requests, rows] = program
-
-        def fill(weights, state, chunk):
-            return prefill.prefill_step(
-                spec,
-                drafter,
-                taps,
-                weights,
-                state,
-                chunk,
-                top_logprobs=round_options.top_logprobs,
-            )
-
-        for size in options.prefill_buckets:
-            chunk = jax.eval_shape(lambda x: x, self._chunk([0], 0, 0, 0, size))
-            programs[size] = aot(fill, chunk)
-        mask = jax.ShapeDtypeStruct((options.slots,), bool)
-        programs["switch"] = (
-            jax.jit(switched, donate_argnums=0)
-            .lower(abstract[1].slots, mask, mask)
-            .compile()
-        )
-        return programs
-
-    def _chunk(self, tokens, following, start, slot, size, job=None, is_last=False):
-        settings = job.settings if job else Settings()
-        stops = stop_ids_of(settings, self.spec.eos_ids, self.spec.vocab_size)
-        # Negative seeds are nobody's: requests without one never share a stream
-        # with a seeded request.
-        handle = job.handle if job else 0
-        seed = -1 - handle if settings.seed is None else settings.seed
-        tokens_out = job.generation.tokens if job else []
-        own = settings.num_draft if settings.speculate else None
-        stop_X = np.full((1, NUM_STOP_IDS), -1, np.int32)
-        stop_X[0, : len(stops)] = stops
-        padded_T = np.full(size, self.spec.pad_id, np.int32)
-        padded_T[: len(tokens)] = tokens
-
-        def one(value, dtype=np.int32):
-            return jnp.asarray(np.array([value], dtype))
-
-        def scalar(value, dtype=np.int32):
-            return jnp.asarray(np.array(value, dtype))
-
-        greedy = settings.temperature == 0
-        request = Slots(
-            anchor_B=one(0),
-            length_B=one(0),
-            remaining_B=one(settings.max_new_tokens - len(tokens_out)),
-            active_B=one(False, bool),
-            speculate_B=one(job is not None and job.speculating, bool),
-            seed_B=one(seed),
-            # Prefill is round 0; a request that comes back goes on counting.
-            round_B=one(1 + job.generation.rounds if job and tokens_out else 0),
-            sampling=Sampling(
-                greedy_B=one(greedy, bool),
-                temperature_B=one(1.0 if greedy else settings.temperature, np.float32),
-                top_k_B=one(settings.top_k),
-                top_p_B=one(settings.top_p, np.float32),
-                min_p_B=one(settings.min_p, np.float32),
-                rules=_rules_of(settings) if self.options.penalties else None,
-            ),
-            stop_ids_BX=jnp.asarray(stop_X),
-            window_B=one(0 if own is None else own + 1),
-            logprobs_B=(
-                None if self.options.logprobs is None else one(settings.logprobs, bool)
-            ),
-        )
-        return prefill.Chunk(
-            tokens_T=jnp.asarray(padded_T),
-            next_token=scalar(following),
-            start=scalar(start),
-            count=scalar(len(tokens)),
-            slot=scalar(slot),
-            is_last=scalar(is_last, bool),
-            known=scalar(bool(tokens_out), bool),
-            prompt_len=scalar(len(job.generation.prompt) if job else 0),
-            request=request,
+        self.state = programs.fresh_state(spec, drafter, options)
+        self._programs = programs.compile_programs(
+            spec, drafter, options, self.ladder, weights, self.state
         )
 
     def fetch(self, tree):
@@ -466,7 +163,7 @@ class Engine:
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, settings.stop)
-        job = _Job(
+        job = Job(
             self._next_handle,
             Generation(prompt=tokens),
             settings,
@@ -493,7 +190,17 @@ class Engine:
         piece = prompt[start : start + size]
         is_last = start + len(piece) == len(prompt)
         following = (job.known or 0) if is_last else prompt[start + len(piece)]
-        chunk = self._chunk(piece, following, start, slot, size, job, is_last)
+        chunk = programs.make_chunk(
+            self.spec,
+            self.options,
+            piece,
+            following,
+            start,
+            slot,
+            size,
+            job,
+            is_last,
+        )
         self.state, result = self._programs[size](self.weights, self.state, chunk)
         job.filled += len(piece)
         if is_last:
@@ -560,7 +267,7 @@ class Engine:
 
     def _settle(self) -> None:
         """Reads the oldest pending result and books it."""
-        jobs: dict[int, _Job]
+        jobs: dict[int, Job]
         kind, jobs, result = self._pending.popleft()
         result = self.fetch(result)
         if kind == "round":
@@ -581,7 +288,7 @@ class Engine:
                 done, stopped = result.finished_B[slot], result.stopped_B[slot]
                 bad = result.bad_B[slot]
             stop = new[-1] if stopped and new else None
-            new, found = self._book_text(job, new, ends_with_id=stop is not None)
+            new, found = book_text(job, new, ends_with_id=stop is not None)
             if kind == "round":
                 accepted = int(result.num_accepted_B[slot])
                 drafted = int(result.verify_len_B[slot]) - 1
@@ -595,7 +302,7 @@ class Engine:
                         job.drafted_accepted.popleft()
             if job.settings.logprobs and new:
                 row = 0 if kind == "first" else slot
-                _book_logprobs(job, len(new), row, result.logprobs)
+                book_logprobs(job, len(new), row, result.logprobs)
             generation.tokens.extend(new)
             self._counts["emitted"] += len(new)
             if new:
@@ -612,23 +319,7 @@ class Engine:
                 self._free.append(slot)
                 self._end(job, "error" if bad else "stop" if stopped else "length")
 
-    def _book_text(self, job: _Job, new: list[int], ends_with_id: bool):
-        """The tokens up to a stop string that they complete, and that string.
-
-        An id that ended the request makes no text.
-        """
-        if job.text is None:
-            return new, None
-        for index, token in enumerate(new):
-            if ends_with_id and index == len(new) - 1:
-                break
-            job.text.push(token)
-            if job.text.matched is not None:
-                return new[: index + 1], job.text.matched
-        job.generation.text = job.text.text
-        return new, None
-
-    def _end(self, job: _Job, reason: str) -> None:
+    def _end(self, job: Job, reason: str) -> None:
         """A request leaves; `step` hands it out."""
         generation = job.generation
         if job.text is not None:
@@ -710,7 +401,7 @@ class Engine:
         self._queue.appendleft(job)
         return True
 
-    def _pull(self, handle: int) -> _Job | None:
+    def _pull(self, handle: int) -> Job | None:
         """Takes a request out of the queue or its slot, which is freed."""
         for job in self._queue:
             if job.handle == handle:

@@ -132,7 +132,7 @@ class Drafter:
     """One drafting algorithm, bound to its options and target sizes.
 
     Attributes:
-      name: the module's name.
+      name: the module's name; of a module elsewhere its dotted path, `__name__`.
       options: frozen, hashable options.
       layout: block rows.
       needs: features it conditions on.

@@ -145,3 +145,13 @@ def _machine_cpu_seconds() -> float | None:
         return busy / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def resident_mb() -> float:
+    """Memory that this process holds, in MiB; 0 where the system does not tell."""
+    try:
+        lines = pathlib.Path("/proc/self/status").read_text().split("\n")
+    except OSError:
+        return 0.0
+    found = [x.split()[1] for x in lines if x.startswith("VmRSS:")]
+    return int(found[0]) / 1024 if found else 0.0

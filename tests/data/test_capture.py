@@ -137,13 +137,13 @@ def test_a_killed_process_leaves_a_store_that_goes_on(tmp_path, tiny, store_path
     script = f"""
         import os, runpy
         tiny = runpy.run_path({tiny.here!r})
-        from spec_jax.data import store
-        write_index = store._write_index
+        from spec_jax.data.store import manifest
+        write_index = manifest.write_index
         def die_at_shard_1(path, contract, layout, shards):
             if len(shards) == 2:
                 os._exit(9)
             write_index(path, contract, layout, shards)
-        store._write_index = die_at_shard_1
+        manifest.write_index = die_at_shard_1
         tiny["capture_tiny"](tiny["make_target"](), {path!r}, tiny["make_samples"](20))
     """
     done = subprocess.run(
@@ -293,6 +293,6 @@ def test_a_constant_plane_stops(tmp_path, target, tiny):
 
 def test_too_little_disk_is_refused_before_anything_runs(tmp_path, tiny, monkeypatch):
     usage = types.SimpleNamespace(free=1000)
-    monkeypatch.setattr("spec_jax.data.store.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("spec_jax.data.store.layout.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"needs .* GB and"):
         tiny.capture(tmp_path / "s", tiny.samples(8))

@@ -17,7 +17,8 @@ import pytest
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema
 from spec_jax.data.pipeline import Pipeline, PipelineOptions, read_batch
-from spec_jax.data.store import _shard_file, open_store
+from spec_jax.data.store import open_store
+from spec_jax.data.store.arrays import shard_file
 
 
 @pytest.fixture
@@ -262,7 +263,7 @@ def test_bad_options_are_refused(store):
 def test_a_torn_shard_stops_the_iteration_with_the_sample(store_path, tmp_path):
     path = str(tmp_path / "copy")
     shutil.copytree(store_path, path)
-    with open(os.path.join(path, _shard_file("features", 1)), "r+b") as file:
+    with open(os.path.join(path, shard_file("features", 1)), "r+b") as file:
         file.seek(999)
         byte = file.read(1)
         file.seek(999)

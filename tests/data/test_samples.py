@@ -110,10 +110,23 @@ def test_corpus_leaves_out_and_counts(tiny):
     made = [dataclasses.replace(s, looping=i < 4) for i, s in enumerate(made)]
     empty = Sample(tokens=(1, 2), prompt_len=2, source="empty")
     long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
-    corpus = lib.select_samples([*made, empty, long], 50, keep_looping=False)
+    corpus = lib.select_samples([*made, empty, long], 50, looping="drop")
     assert corpus.samples == tuple(made[4:])
     assert corpus.skipped == {"no answer tokens": 1, "longer than 50 tokens": 1}
     assert corpus.looping == 4
+    kept = lib.select_samples(made, 50)
+    assert kept.samples == tuple(made) and kept.looping == 0
+
+
+def test_a_looping_answer_is_cut_where_it_begins_again():
+    loop, opening = tuple(range(50, 60)), (1, 2, 3)
+    sample = lib.make_sample((7, 8), (*opening, *loop, *loop, *loop), "x")
+    corpus = lib.select_samples([sample], 50, looping="cut")
+    (cut,) = corpus.samples
+    assert cut.tokens == (7, 8, *opening, *loop)
+    assert not cut.looping and not lib.is_looping(cut.answer) and corpus.looping == 1
+    straight = lib.make_sample((7, 8), (*opening, *loop), "x")
+    assert lib.without_loop(straight) == straight
 
 
 def test_more_than_one_percent_skipped_stops_with_reasons(tiny):

@@ -12,7 +12,8 @@ import pytest
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema
 from spec_jax.data import store as lib
-from spec_jax.data.store import Layout, StoredSample, StoreWriter, open_store
+from spec_jax.data.store import Layout, StoredSample, StoreWriter, manifest, open_store
+from spec_jax.data.store.arrays import shard_file
 
 WIDTH = 16
 
@@ -201,11 +202,11 @@ def test_a_crash_leaves_complete_shards_and_a_rerun_is_bit_equal(
             elif crash == "in index":
                 patch.setattr(os, "replace", die)
             else:
-                patch.setattr(lib, "_write_index", die)
+                patch.setattr(manifest, "write_index", die)
             with pytest.raises(KeyboardInterrupt):
                 writer.write_shard(1, made[3:])
     if crash == "torn arrays":
-        file = os.path.join(path, lib._shard_file("features", 1))
+        file = os.path.join(path, shard_file("features", 1))
         with open(file, "r+b") as torn:
             torn.truncate(1000)
     with pytest.raises(UserError, match=r"incomplete: 1 of 2 shards"):
@@ -225,7 +226,7 @@ def test_a_creation_cut_short_is_begun_again(tmp_path, tiny, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lib, "_write_index", die)
+        patch.setattr(manifest, "write_index", die)
         with pytest.raises(KeyboardInterrupt):
             write_store(tmp_path / "broken", tiny, made)
     (tmp_path / "broken" / ".writing-1-ff").write_bytes(b"left by a killed writer")
@@ -244,7 +245,7 @@ def damaged(tmp_path, store_path):
 
 
 def shard_path(path, name, index):
-    return os.path.join(path, lib._shard_file(name, index))
+    return os.path.join(path, shard_file(name, index))
 
 
 def damage_shard(path, name, how):

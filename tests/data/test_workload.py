@@ -31,6 +31,7 @@ def test_requests_come_by_arrival_with_what_the_line_says(tmp_path):
             "instances": [{"input": "w12"}],
             "top_p": None,
             "max_new_tokens": 5,
+            "logit_bias": {"17": -2.5, "8": 1},
         },
     )
     items = workload.read_workload(path)
@@ -46,7 +47,10 @@ def test_requests_come_by_arrival_with_what_the_line_says(tmp_path):
         "w6\u2028w7",
         "w9",
     ]
-    assert items[0].settings == (("max_new_tokens", 5),)
+    assert items[0].settings == (
+        ("max_new_tokens", 5),
+        ("logit_bias", ((17, -2.5), (8, 1.0))),
+    )
     assert items[1].settings == (("temperature", 1.0), ("speculate", False))
     assert items[2].settings == (("seed", 4),)
     assert [i.stop for i in items] == [(), (), ("x",), ("a", "b")]
@@ -71,6 +75,8 @@ GOOD = {"arrival": 0.0, "prompt": "w6"}
         ({**GOOD, "arrival": True}, ["arrival=True", "a number"]),
         ({**GOOD, "seed": 1.5}, ["seed=1.5", "a whole number"]),
         ({**GOOD, "seed": True}, ["seed=True", "a whole number"]),
+        ({**GOOD, "logit_bias": [1]}, ["logit_bias=[1]", "an object"]),
+        ({**GOOD, "logit_bias": {"a": 1}}, ["logit_bias={'a': 1}", '{"17": -2.5}']),
         ({**GOOD, "speculate": 1}, ["speculate=1", "true or false"]),
         ({**GOOD, "stop": ["a", ""]}, ["stop=['a', '']", "none of them empty"]),
         ({**GOOD, "stop": 3}, ["stop=3", "list of texts"]),

@@ -15,20 +15,6 @@ LONG = dataclasses.replace(asking.GREEDY, max_new_tokens=30)
 SEEDED = dataclasses.replace(asking.SAMPLED, max_new_tokens=30)
 
 
-def until(engine, done, ready, limit=200):
-    """Steps until `ready()`; what finishes lands in `done`."""
-    for _ in range(limit):
-        if ready():
-            return
-        done.update(engine.step())
-    raise AssertionError("never ready")
-
-
-def tokens_so_far(engine, handle):
-    jobs = [j for j in engine._running.values() if j.handle == handle]
-    return len(jobs[0].generation.tokens) if jobs else -1
-
-
 @pytest.mark.parametrize("place", ["queued", "filling", "unread", "running", "late"])
 def test_abort_anywhere(place):
     """The slot comes back and the neighbours keep every token."""
@@ -47,8 +33,8 @@ def test_abort_anywhere(place):
         ready = lambda: engine._filling is not None and engine._filling.handle == victim
     else:
         least = {"unread": 0, "running": 3, "late": 20}[place]
-        ready = lambda: tokens_so_far(engine, victim) >= least
-    until(engine, done, ready)
+        ready = lambda: asking.tokens_so_far(engine, victim) >= least
+    asking.until(engine, done, ready)
     assert engine.abort(victim)
     assert not engine.abort(victim)
     assert all(victim != job.handle for job in engine._running.values())
@@ -72,7 +58,7 @@ def test_slot_of_an_aborted_request_is_whole():
     want = engine.generate(prompts[3:], SEEDED)[0]
     done = {}
     first = [engine.submit(p, LONG) for p in prompts[:3]]
-    until(engine, done, lambda: len(engine._running) == 3)
+    asking.until(engine, done, lambda: len(engine._running) == 3)
     engine.abort(first[1])
     last = engine.submit(prompts[3], SEEDED)
     done.update(engine.run())
@@ -109,16 +95,20 @@ def test_retracted_request_goes_on_as_if_nothing_happened(settings, least):
     handles = [engine.submit(p, s) for p, s in zip(prompts, each, strict=True)]
     done = {}
     for bound in (least, least + 6):
-        until(engine, done, lambda b=bound: tokens_so_far(engine, handles[0]) >= b)
-        held = tokens_so_far(engine, handles[0])
+        asking.until(
+            engine, done, lambda b=bound: asking.tokens_so_far(engine, handles[0]) >= b
+        )
+        held = asking.tokens_so_far(engine, handles[0])
         assert engine.retract(handles[0])
         assert not engine.retract(handles[0])  # it waits already
         job = engine._queue[0]
         assert job.handle == handles[0] and len(job.generation.tokens) >= held
         booked = 1 + job.generation.rounds
-        until(engine, done, lambda: tokens_so_far(engine, handles[0]) >= 0)
+        asking.until(
+            engine, done, lambda: asking.tokens_so_far(engine, handles[0]) >= 0
+        )
         engine.retract(10**9)  # reads what is in flight
-        if tokens_so_far(engine, handles[0]) < 0:
+        if asking.tokens_so_far(engine, handles[0]) < 0:
             break
         told, rounds, remaining, anchor = draft_rows(engine, handles[0])
         generation = next(
@@ -158,16 +148,16 @@ def test_prefill_storm_keeps_a_running_request_going():
     want = engine.generate([[1, 2, 3]], LONG)[0]
     done = {}
     handle = engine.submit([1, 2, 3], LONG)
-    until(engine, done, lambda: tokens_so_far(engine, handle) > 0)
+    asking.until(engine, done, lambda: asking.tokens_so_far(engine, handle) > 0)
     for prompt in storm:
         engine.submit(prompt, Settings(max_new_tokens=2))
     filled = 0
     while handle not in done:
-        seen = tokens_so_far(engine, handle)
+        seen = asking.tokens_so_far(engine, handle)
         done.update(engine.step())
         filled += engine._filling is not None
         if handle not in done:
-            assert tokens_so_far(engine, handle) > seen
+            assert asking.tokens_so_far(engine, handle) > seen
     assert done[handle].tokens == want.tokens
     assert filled > 2  # chunks really were between the rounds
     engine.run()

@@ -10,11 +10,12 @@ from spec_jax.core.calibration import AdditiveCost, CostTable, Source
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder
 from spec_jax.decode.budget import BudgetOptions, Planner
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
-from tests.support import planned, tiny
+from tests.support import asking, planned, tiny
 
 M = planned.M
 GREEDY = Settings(max_new_tokens=20)
@@ -80,6 +81,34 @@ def test_nothing_granted_is_plain_decoding():
             assert set(generation.emitted) == {1}
     greedy = [g for g, s in zip(made, settings, strict=True) if not s.temperature]
     assert tiny.greedy_faults(tiny.world("bigram", M), greedy) == []
+
+
+def test_packed_requests_keep_what_they_ask_for():
+    """Log-probs and penalties in cut rounds; whoever is retracted goes on."""
+    engine = planned.engine("compact")
+    prompts = tiny.prompts_of(4, 23, seed=34)
+    own = dataclasses.replace(SAMPLED, num_draft=2)
+    rules = dataclasses.replace(GREEDY, presence_penalty=1.5, logit_bias={4: 1.0})
+    each = [
+        dataclasses.replace(s, logprobs=True, top_logprobs=2)
+        for s in (GREEDY, own, rules, SAMPLED)
+    ]
+    engine.planner.decide = planned.replay(engine, BUDGETS)
+    try:
+        want = engine.generate(prompts, each)
+        made = asking.interrupted(engine, prompts, each)
+    finally:
+        del engine.planner.decide
+    for generation, settings in zip([*want, *made], each * 2, strict=True):
+        assert len(generation.tokens) == 20
+        asking.check_logprobs(generation, settings)
+        if settings.temperature == 0:
+            assert asking.greedy_faults(generation, settings) == []
+    assert {0, 1, 2, 3} == {n for g in (want[0], made[0]) for n in g.drafted}
+    # Budgets fell elsewhere; a window of its own leaves even a sampled text alone.
+    assert made[1].tokens == want[1].tokens
+    assert made[1].accepted == want[1].accepted
+    assert asking.is_idle(engine)
 
 
 @pytest.fixture(scope="module")

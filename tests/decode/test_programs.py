@@ -6,7 +6,7 @@ import random
 import jax
 import pytest
 
-from spec_jax.decode import prefill, step
+from spec_jax.decode import prefill, programs, step
 from spec_jax.decode.request import Settings
 from tests.support import tiny
 
@@ -98,12 +98,12 @@ def test_rounds_do_not_wait_for_the_host():
     """A tick dispatches its round before it reads the last one's result."""
     engine, _ = engine_and_world()
     order = []
-    programs, fetch = dict(engine._programs), engine.fetch
+    compiled, fetch = dict(engine._programs), engine.fetch
 
     def watched(name):
         def call(*args):
             order.append(name[0] if isinstance(name, tuple) else name)
-            return programs[name](*args)
+            return compiled[name](*args)
 
         return call
 
@@ -111,12 +111,12 @@ def test_rounds_do_not_wait_for_the_host():
         order.append("read")
         return fetch(tree)
 
-    engine._programs = {name: watched(name) for name in programs}
+    engine._programs = {name: watched(name) for name in compiled}
     engine.fetch = watched_fetch
     try:
         engine.generate([[1, 2, 3]], Settings(max_new_tokens=12))
     finally:
-        engine._programs = programs
+        engine._programs = compiled
         del engine.fetch
     steady = order[order.index("round") :]
     reads = 0
@@ -182,8 +182,9 @@ def test_programs_lower_for_accelerators(platform, kind):
     taps = drafter.needs.layer_ids
     options = engine.options.round
     size = engine.options.prefill_buckets[0]
+    chunk = programs.make_chunk(spec, engine.options, [0], 0, 0, 0, size)
     weights, state, chunk = jax.eval_shape(
-        lambda x: x, (engine.weights, engine.state, engine._chunk([0], 0, 0, 0, size))
+        lambda x: x, (engine.weights, engine.state, chunk)
     )
     functions = {
         "round": (

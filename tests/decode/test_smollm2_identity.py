@@ -11,8 +11,9 @@ from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
 from spec_jax.core.proposal import Proposal, one_hot_law
 from spec_jax.core.topology import Topology
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters.base import Drafter

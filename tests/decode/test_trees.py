@@ -17,7 +17,7 @@ from spec_jax.decode.request import Settings
 from spec_jax.drafters import base
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.target.cache import KVCache
-from tests.support import drafting, tiny
+from tests.support import asking, drafting, tiny
 
 GREEDY = Settings(max_new_tokens=24)
 SAMPLED = Settings(max_new_tokens=24, temperature=1.1, seed=3)
@@ -30,7 +30,12 @@ TWINS = Topology(STATIC_TREE, parents=(0, 0, 1, 1, 3))
 
 
 def engine_of(topology, kind="bigram_tree", **options):
-    """Two programs each: a request without speculation has a window of one row."""
+    """Two programs each: a request without speculation has a window of one row.
+
+    That of `DYNAMIC` was built for penalties and log-probabilities, too.
+    """
+    if topology is DYNAMIC:
+        options |= {"penalties": True, "logprobs": 3}
     return tiny.engine(
         kind, 3, slots=3, buckets=(16,), topology=topology, plain=False, **options
     )
@@ -184,6 +189,49 @@ def test_speculation_off_in_the_same_program():
     (mine,) = engine.generate(prompts[:1], plain)
     (his,) = engine_of(STATIC).generate(prompts[:1], plain)
     assert mine.tokens == his.tokens
+
+
+RULES = (
+    {"presence_penalty": 1.7},
+    {"frequency_penalty": 0.8},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 0.6, "repetition_penalty": 1.2, "logit_bias": {3: -1.5}},
+    {},
+)
+
+
+def test_rules_and_logprobs_along_a_path():
+    """A row counts its own ancestors, and none of their siblings."""
+    engine = engine_of(DYNAMIC)
+    prompts = tiny.prompts_of(6, 23, seed=13)
+    each = [Settings(24, logprobs=True, top_logprobs=2, **rules) for rules in RULES]
+    banned = {token: -100 for token in range(12)}
+    each.append(Settings(24, temperature=1.5, logit_bias=banned, logprobs=True))
+    made = engine.generate(prompts, each)
+    for generation, settings in zip(made, each, strict=True):
+        asking.check_logprobs(generation, settings)
+    for generation, settings in zip(made[:5], each, strict=False):
+        assert asking.greedy_faults(generation, settings) == []
+    assert min(made[5].tokens) >= 12
+    assert {r for g in made for r in g.accepted} == {0, 1, 2, 3}
+    # Both kinds of tree, and rules that matter: other texts without them.
+    without = engine.generate(prompts[:4], GREEDY)
+    assert all(g.tokens != w.tokens for g, w in zip(made, without, strict=False))
+
+
+def test_retracted_requests_go_on_as_if_nothing_happened():
+    engine = engine_of(DYNAMIC)
+    prompts = tiny.prompts_of(3, 23, seed=14)
+    each = [
+        dataclasses.replace(s, max_new_tokens=30)
+        for s in (GREEDY, SAMPLED, Settings(logprobs=True, **RULES[3]))
+    ]
+    want = engine.generate(prompts, each)
+    made = asking.interrupted(engine, prompts, each)
+    assert [g.tokens for g in made] == [g.tokens for g in want]
+    assert [g.accepted for g in made] == [g.accepted for g in want]
+    asking.check_logprobs(made[2], each[2])
+    assert asking.is_idle(engine)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -1,4 +1,8 @@
-"""What every drafter promises, for every file in the drafters' folder."""
+"""What every drafter promises, for every file in the drafters' folder.
+
+`pytest tests/drafters/test_conformance.py --drafter=my.drafter` asks the same of
+one elsewhere, by its dotted path.
+"""
 
 import dataclasses
 import functools
@@ -39,14 +43,18 @@ def found():
     return [n for n, m in modules.items() if hasattr(m, "make")]
 
 
-NAMES = found()
-each = pytest.mark.parametrize("name", NAMES)
+def pytest_generate_tests(metafunc):
+    """Every test that takes a `name` runs once for each drafter."""
+    if "name" in metafunc.fixturenames:
+        named = metafunc.config.getoption("drafter")
+        metafunc.parametrize("name", named or found())
 
 
 @functools.cache
 def build(name):
     """Programs, stirred parameters, and what the target lends."""
-    options_type = importlib.import_module(f"spec_jax.drafters.{name}").Options
+    path = name if "." in name else f"spec_jax.drafters.{name}"
+    options_type = importlib.import_module(path).Options
     known = {f.name for f in dataclasses.fields(options_type)}
     options = {k: v for k, v in SMALL.items() if k in known}
     programs = drafting.Programs(base.load(name, options, drafting.TINY))
@@ -88,17 +96,15 @@ def serve(name, frozen=None, widths=(8,), bucket=8, anchors=(9, 12), batch=None)
 
 
 def test_the_folder_was_searched():
-    assert "dflash" in NAMES and "base" not in NAMES
+    assert "dflash" in found() and "base" not in found()
 
 
-@each
 def test_it_is_named_by_its_file_and_hashable(name):
     drafter = build(name)[0].drafter
     assert drafter.name == name
     assert {drafter.options: 1}[dataclasses.replace(drafter.options)] == 1
 
 
-@each
 def test_init_follows_shapes_and_key(name):
     trains(name)
     programs, _, _ = build(name)
@@ -111,7 +117,6 @@ def test_init_follows_shapes_and_key(name):
     jax.tree.map(np.testing.assert_array_equal, one, again)
 
 
-@each
 def test_gradients_are_finite_and_reach_every_leaf_and_not_the_frozen(name):
     trains(name)
     _, params, frozen = build(name)
@@ -134,7 +139,6 @@ def test_gradients_are_finite_and_reach_every_leaf_and_not_the_frozen(name):
     assert not np.allclose(jax.tree.leaves(moved)[0], jax.tree.leaves(grads)[0])
 
 
-@each
 def test_shapes_are_static(name):
     programs, params, frozen = build(name)
     drafter = programs.drafter
@@ -165,7 +169,6 @@ def test_shapes_are_static(name):
     )
 
 
-@each
 def test_training_rows_have_the_layouts_shape(name):
     trains(name)
     programs, params, frozen = build(name)
@@ -181,7 +184,6 @@ def test_training_rows_have_the_layouts_shape(name):
     assert set(np.unique(out.valid_XM)) <= {0.0, 1.0}
 
 
-@each
 @pytest.mark.parametrize(("reduced", "greedy"), [(False, True), (True, False)])
 def test_q_sums_to_one_and_holds_the_proposed_tokens(name, reduced, greedy):
     programs, params, frozen = build(name)
@@ -206,7 +208,6 @@ def test_q_sums_to_one_and_holds_the_proposed_tokens(name, reduced, greedy):
         assert (at > 0).all()
 
 
-@each
 def test_a_state_built_in_pieces_is_the_same_state(name):
     want, _ = serve(name, widths=[12], bucket=12)
     # Narrow pieces in wide buckets: the rest of each bucket is NaN.
@@ -218,7 +219,6 @@ def test_a_state_built_in_pieces_is_the_same_state(name):
         )
 
 
-@each
 def test_rejected_rows_leave_no_trace(name):
     programs, params, frozen = build(name)
     batch = batch_of(name)
@@ -236,7 +236,6 @@ def test_rejected_rows_leave_no_trace(name):
     np.testing.assert_array_equal(got.law.logits_BTV, want.law.logits_BTV)
 
 
-@each
 def test_a_neighbour_changes_nothing(name):
     batch = batch_of(name)
     want, _ = serve(name, batch=batch)
@@ -248,7 +247,6 @@ def test_a_neighbour_changes_nothing(name):
         assert int(got.usable_B[1]) == 0, "NaN rows must not be verified"
 
 
-@each
 def test_padding_is_inert_in_training(name):
     trains(name)
     _, params, frozen = build(name)
@@ -266,7 +264,6 @@ def test_padding_is_inert_in_training(name):
     jax.tree.map(np.testing.assert_array_equal, grads, want_grads)
 
 
-@each
 def test_nothing_is_traced_twice(name):
     drafter = build(name)[0].drafter
     programs = drafting.Programs(drafter)
@@ -279,7 +276,6 @@ def test_nothing_is_traced_twice(name):
     assert max(programs.traces.values()) == 1, programs.traces
 
 
-@each
 def test_one_batch_is_learned_and_then_served(name):
     """Teacher-forced accuracy and the served drafts reach the text itself."""
     trains(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.bench import law as recipe
-from experiments import bench_law, planted_biases, random_target
+from experiments import bench_law, law_rounds, law_worlds, planted_biases, random_target
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder
@@ -100,12 +100,12 @@ def test_budgets_are_the_hosts_own():
         Ladder(((requests, rows),)),
         num_draft,
         options,
-        bench_law.cost_table(requests, num_draft),
+        law_rounds.cost_table(requests, num_draft),
     )
     rng = np.random.default_rng(2)
     random = np.cumprod(rng.random((60, requests, num_draft)), -1)
     random[::7, :, 1:] = 1e-9  # below survival_eps
-    rule = jax.jit(lambda survival: bench_law.best_budget(survival, options))
+    rule = jax.jit(lambda survival: law_rounds.best_budget(survival, options))
 
     def both(survival):
         survival = survival.astype(np.float32)
@@ -115,7 +115,7 @@ def test_budgets_are_the_hosts_own():
 
     made = {both(survival) for survival in random}
     assert 0 in made and len(made) > 3
-    planted = bench_law.planted_budgets(2, 14, requests * num_draft)
+    planted = law_rounds.planted_budgets(2, 14, requests * num_draft)
     assert planted[0].tolist() == [*range(7), *range(7)]
     assert sorted(set(planted[1].tolist())) == list(range(7))
     assert (planted[0] != planted[1]).all()
@@ -134,7 +134,7 @@ def capped():
 @pytest.mark.slow
 def test_a_planned_case_has_the_law_and_every_class(capped):
     cfg, world, case = capped
-    assert len(world.text) >= len(bench_law.PROMPT) + 1 + cfg.history
+    assert len(world.text) >= len(law_worlds.PROMPT) + 1 + cfg.history
     assert case["p"] > 1e-3 and case["dof"] > 15
     assert case["samples"] == cfg.samples and case["missing"] == ""
     assert set(case["classes"]) == {
@@ -156,6 +156,20 @@ def test_a_planted_bias_is_found_and_leaves_nothing_behind(capped):
     row = bench_law.measure_bias(cfg, bias, 6)
     assert row["p"] < 1e-6
     assert [getattr(module, name) for module, name, _ in bias.patches] == originals
+
+
+def test_a_way_to_end_that_no_setting_showed_is_named():
+    def case(mode, missing):
+        return {"drafter": "x", "mode": mode, "missing": missing}
+
+    cases = [
+        case("static", "rejected at 1, bonus after 2"),
+        case("static", "bonus after 2"),
+        case("compact", ""),
+        case("compact", "cut at 1"),
+    ]
+    assert bench_law.never_seen(cases) == ["x, static: bonus after 2"]
+    assert bench_law.never_seen(cases[2:]) == []
 
 
 def test_every_bias_names_a_case_that_is_run():

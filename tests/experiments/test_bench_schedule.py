@@ -7,8 +7,9 @@ import types
 import jax
 import pytest
 
-from experiments import bench_schedule, closed_loop, run, serving, session
+from experiments import closed_loop, run, runtime, serving, session
 from experiments import schedule_numbers as numbers
+from experiments import schedule_workload as workload
 from experiments.closed_loop import Job, Run
 from spec_jax.config import loading, schema
 from spec_jax.core import calibration
@@ -89,7 +90,7 @@ def config(**changes) -> schema.BenchSchedule:
 
 def test_what_is_fitted_on_is_not_measured():
     sets = {"a": [f"a{n}" for n in range(10)], "b": ["b0", "b1", "b2"]}
-    fitting, measured = bench_schedule.split(sets, 4)
+    fitting, measured = workload.split(sets, 4)
     assert fitting == ["a0", "a1", "a2", "a3", "b0"]
     assert measured == [["a4", "a5", "a6", "a7", "a8", "a9"], ["b1", "b2"]]
 
@@ -97,31 +98,31 @@ def test_what_is_fitted_on_is_not_measured():
 def test_the_mixture_has_equal_shares_and_many_lengths():
     sampled = schema.Serve(temperature=0.7)
     cfg = config(sampled_share=0.5, serve=sampled)
-    jobs = bench_schedule.mixed(cfg, [[[1], [2], [3]], [[9]]], 40)
+    jobs = workload.mixed(cfg, [[[1], [2], [3]], [[9]]], 40)
     assert [j.prompt[0] for j in jobs[:8]] == [1, 9, 2, 9, 3, 9, 1, 9]
     caps = {j.settings.max_new_tokens for j in jobs}
     assert min(caps) >= 32 and max(caps) <= 64 and len(caps) > 10
     hot = [j for j in jobs if j.settings.temperature == 0.7]
     assert 8 < len(hot) < 32
     assert all(j.settings.temperature == 0 for j in jobs if j not in hot)
-    assert jobs == bench_schedule.mixed(cfg, [[[1], [2], [3]], [[9]]], 40)
-    assert bench_schedule.regime_of(cfg) == "temperature=0.7 in 0.5 of requests"
-    assert bench_schedule.regime_of(config()) == "greedy"
+    assert jobs == workload.mixed(cfg, [[[1], [2], [3]], [[9]]], 40)
+    assert workload.regime_of(cfg) == "temperature=0.7 in 0.5 of requests"
+    assert workload.regime_of(config()) == "greedy"
 
 
 def test_a_text_is_cut_into_long_prompts(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text(" ".join(f"word{n}" for n in range(400)))
-    found = bench_schedule.read_set("long", str(path), 0)
+    found = workload.read_set("long", str(path), 0)
     texts = sorted((p.messages[0]["content"] for p in found), key=len)
     assert len(texts) == 3 and all(t.startswith("Summarise the f") for t in texts)
     assert sum(len(t.split("\n\n", 1)[1].split()) for t in texts) == 400
-    assert len(bench_schedule.read_set("long", str(path), 2)) == 2
+    assert len(workload.read_set("long", str(path), 2)) == 2
     path.write_text("one")
     with pytest.raises(UserError, match="has 1 prompts; give at least 2"):
-        bench_schedule.read_set("long", str(path), 0)
+        workload.read_set("long", str(path), 0)
     with pytest.raises(UserError, match="cannot be read"):
-        bench_schedule.read_set("long", str(tmp_path / "no.txt"), 0)
+        workload.read_set("long", str(tmp_path / "no.txt"), 0)
 
 
 def test_a_way_changes_settings():
@@ -358,5 +359,5 @@ def test_the_tiny_recipe():
     cfg = loading.to_recipe(options.config)
     assert name == "bench-schedule-tiny" and cfg.target.source == "tiny"
     assert cfg.loads == ((1, 8), (4, 20))
-    (path,) = bench_schedule._sets_of(cfg).values()
-    assert len(bench_schedule.read_set("tiny", path, 0)) == 48
+    (path,) = runtime.prompt_sets(cfg.bench).values()
+    assert len(workload.read_set("tiny", path, 0)) == 48

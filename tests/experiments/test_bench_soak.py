@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from configs.bench import soak as recipe
-from experiments import bench_soak
+from experiments import bench_soak, soak_run, soak_watch
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder
@@ -49,7 +49,7 @@ def soaked():
 
 
 def test_edges_of_buckets():
-    edges = bench_soak.edges_of(Ladder(((1, (3, 5)), (2, (6, 10)))))
+    edges = soak_watch.edges_of(Ladder(((1, (3, 5)), (2, (6, 10)))))
     assert edges == {
         ("plain", 1, 0): (1, 1),
         ("rows", 1, 3): (1, 3),
@@ -131,7 +131,7 @@ def test_a_wrong_token_and_a_wrong_end_are_found(soaked):
 def test_unbalanced_books_are_found(soaked):
     _, part, log, _ = soaked
     before = part.engine.metrics()
-    empty = bench_soak.Log()
+    empty = soak_run.Log()
     assert bench_soak.check_books(part, empty, before)["metrics_balanced"]
     lost = dataclasses.replace(empty, asked={0: part.requests[0]})
     assert not bench_soak.check_books(part, lost, before)["metrics_balanced"]

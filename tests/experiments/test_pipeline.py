@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import synthesis, training
+from experiments import bench_family, pipeline, serving, synthesis, training
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.decode.request import Generation
@@ -118,6 +118,7 @@ def test_the_users_turn_is_begun_with_its_opening(target):
     "change, field",
     [
         ({"objective": (("kind", "hinge"),)}, "objective.kind='hinge'"),
+        ({"objective": (("ce", 0.0),)}, "objective switches every loss term off"),
         ({"mesh": (("tensor", 3),)}, "mesh"),
         ({"serve": schema.Serve(max_context=64, max_new_tokens=48, num_draft=9)}, "9"),
         (
@@ -140,6 +141,68 @@ def test_what_cannot_end_well_is_refused_before_any_work(target, change, field):
     with pytest.raises(UserError) as caught:
         training.check_early(dataclasses.replace(base, **change), target, drafter)
     assert field in str(caught.value)
+
+
+FAMILY = """
+from configs import common
+
+def get_config(name):
+    config = common.base("pipeline", name)
+    config.drafter.options.update({options})
+    config.objective.{term} = 0.5
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "term", "fix"),
+    [
+        ("dflash", {}, "selector", "a drafter with a candidate selector"),
+        ("dflash", {}, "l1", "a drafter that asks for the teacher"),
+        ("dflash2", {}, "smooth_l1", "a drafter that predicts features"),
+        (
+            "dspark",
+            {"enable_confidence_head": False},
+            "confidence",
+            "a drafter with a confidence head",
+        ),
+        ("lookup", {}, "ce", "drafter.name='lookup' has no parameters"),
+    ],
+)
+def test_a_term_that_nothing_feeds_is_refused_before_any_forward(
+    target, monkeypatch, tmp_path, drafter, options, term, fix
+):
+    """By a drafter's own recipe and by the family's; without it both go on."""
+
+    class WorkBegan(Exception):
+        pass
+
+    def prepare(*args):
+        raise WorkBegan
+
+    monkeypatch.setattr(training, "prepare", prepare)
+    monkeypatch.setattr(
+        serving, "load_serving_target", lambda section: (target, target.params)
+    )
+    if drafter != "lookup":
+        options = {**options, "layer_ids": (0,), "mask_id": served.MASK}
+    path = tmp_path / "recipe.py"
+    path.write_text(FAMILY.format(options=options, term=term))
+    family = schema.BenchFamily(
+        drafters=(drafter,),
+        recipe=str(path),
+        data=schema.Data(max_new_tokens=16, max_tokens=48),
+        serve=schema.Serve(max_context=256, max_new_tokens=8),
+        validation_prompts=2,
+    )
+    own = bench_family.recipe_of(family, drafter)
+    sentence = rf"objective\.{term}=0\.5 .*{fix}"
+    with pytest.raises(UserError, match=sentence):
+        pipeline.main(own, tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        bench_family.main(family, tmp_path)
+    with pytest.raises(WorkBegan):
+        pipeline.main(dataclasses.replace(own, objective=()), tmp_path)
 
 
 def test_draft_vocabulary_is_what_answers_contain():

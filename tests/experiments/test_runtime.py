@@ -26,7 +26,7 @@ from spec_jax.data.prompts import user_prompt
 from spec_jax.data.workload import WorkItem
 from spec_jax.decode import plan
 from spec_jax.decode.budget import Choice
-from spec_jax.decode.engine import RoundRecord
+from spec_jax.decode.jobs import RoundRecord
 from spec_jax.decode.request import Generation, Settings
 from tests.support import served
 
@@ -46,6 +46,16 @@ REQUESTS = [
     {"id": "wrong", "arrival": 0.03, "prompt": "w9", "top_p": 0.0},
     {"id": "stop", "arrival": 0.04, "prompt": "w10 w11", "stop": "w"},
     {"id": "s", "arrival": 0.05, "prompt": "w7", "temperature": 1.0, "seed": 3},
+    {
+        "id": "rules",
+        "arrival": 0.05,
+        "prompt": "w6 w7",
+        "max_new_tokens": 9,
+        "frequency_penalty": 2.0,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "num_draft": 1,
+    },
 ]
 
 
@@ -190,6 +200,7 @@ def test_serving_a_workload_with_a_budget(fitted):
         f"--config.cost={fitted.folder / 'cost/cost.json'}",
         f"--config.sts={fitted.folder / 'sts/sts.json'}",
         "--config.max_load=1.0",
+        "--config.auto_off.max_context=20",
     ]
     assert fitted.serve("compact", *planned) == 0
     assert fitted.serve("plain", "--config.pace=fast", "--config.drafter=") == 0
@@ -213,9 +224,14 @@ def test_serving_a_workload_with_a_budget(fitted):
             assert row["first_token_s"] <= row["finish_s"]
     # Greedy texts depend neither on the drafts nor on who came when.
     plain = {r["id"]: r for r in fitted.rows("plain", "requests.jsonl")}
-    for name in ("a", "b", "plain", "stop"):
+    for name in ("a", "b", "plain", "stop", "rules"):
         assert plain[name]["text"] == rows[name]["text"], name
-    assert rows["a"]["text"]
+    assert rows["a"]["text"] and rows["rules"]["text"]
+    assert not rows["a"]["text"].startswith(rows["rules"]["text"])
+    ours, theirs = rows["rules"]["logprobs"], plain["rules"]["logprobs"]
+    assert len(ours) == len(rows["rules"]["top_logprobs"]) == 9
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert "logprobs" not in rows["a"]
     rounds = fitted.rows("compact", "rounds.jsonl")
     emitted = sum(sum(r["emitted"]) for r in rounds)
     firsts = sum(not r["error"] for r in rows.values())
@@ -228,7 +244,8 @@ def test_serving_a_workload_with_a_budget(fitted):
         assert all(a <= raw for raw, a in pairs)
         drafts = sum(row["verify_lens"]) - len(row["verify_lens"])
         assert drafts <= row["K"] and row["measured_s"] > 0
-    assert metrics["finished"] == {"length": 4, "refused": 3, "stop": 1}
+    assert metrics["finished"] == {"length": 5, "refused": 3, "stop": 1}
+    assert metrics["auto_off"]["context"] > 0
     assert metrics["compiles_after_warmup"] == 0
     assert metrics["ladder"] == {"2": [5, 8]}
     assert metrics["rounds"] == len(rounds)
@@ -252,6 +269,12 @@ def test_serving_a_workload_with_a_budget(fitted):
         ("serve", ["--config.mode=fast"], "mode='fast' must be one of"),
         ("serve", ["--config.pace=slow"], "pace='slow' must be one of"),
         ("serve", ["--config.workload=/no.jsonl"], "workload='/no.jsonl'"),
+        ("serve", ["--config.auto_off.rounds=0"], "auto_off.rounds=0 must be 1"),
+        (
+            "serve",
+            ["--config.drafter=", "--config.auto_off.max_active=3"],
+            "switches speculation off",
+        ),
         ("serve", ["--config.cost=c.json"], "is for the modes with a budget"),
         (
             "serve",

@@ -140,7 +140,7 @@ class Case:
         """A runner whose training is traced again, now."""
         runner = copy.copy(self.runner)
         runner._train = checks.quick_jit(
-            functools.partial(checks._train, runner.drafter)
+            functools.partial(checks.runner.train_rows, runner.drafter)
         )
         return runner
 
@@ -149,7 +149,7 @@ class Case:
         runner = copy.copy(self.runner)
         runner._prefill = checks.quick_jit(lambda *a: runner.drafter.prefill(*a))
         runner._propose = checks.quick_jit(
-            functools.partial(checks._propose, runner.drafter)
+            functools.partial(checks.runner.proposal, runner.drafter)
         )
         return runner
 

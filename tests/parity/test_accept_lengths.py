@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.frozen import frozen_for
 from spec_jax.export import folder

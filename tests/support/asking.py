@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from spec_jax.decode.auto_off import AutoOff
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.request import Settings
 from spec_jax.target import tokenizer as tok
 from tests.support import tiny
@@ -77,6 +78,43 @@ def is_idle(made: Engine) -> bool:
     )
 
 
+def until(made: Engine, done: dict, ready, limit=200):
+    """Steps until `ready()`; what finishes lands in `done`."""
+    for _ in range(limit):
+        if ready():
+            return
+        done.update(made.step())
+    raise AssertionError("never ready")
+
+
+def tokens_so_far(made: Engine, handle: int) -> int:
+    """Booked tokens of a request that decodes in a slot; -1 elsewhere."""
+    jobs = [j for j in made._running.values() if j.handle == handle]
+    return len(jobs[0].generation.tokens) if jobs else -1
+
+
+def interrupted(made: Engine, prompts, each, least=(2, 7, 12)):
+    """Generations of requests that leave their slots and come back.
+
+    Each is retracted at so many tokens, once for every one of `least` that it gets
+    to before it ends, while the others run.
+    """
+    handles = [made.submit(p, s) for p, s in zip(prompts, each, strict=True)]
+    done: dict = {}
+    count = 0
+    for bound in least:
+        for handle in handles:
+
+            def ready(handle=handle, bound=bound):
+                return handle in done or tokens_so_far(made, handle) >= bound
+
+            until(made, done, ready)
+            count += made.retract(handle)
+    assert count > 2 * len(handles)
+    done.update(made.run())
+    return [done[handle] for handle in handles]
+
+
 def raw_logits(prompt, tokens):
     """Teacher-forced target logits `[len(tokens), V]` float64, one per token."""
     w = world()
@@ -84,6 +122,27 @@ def raw_logits(prompt, tokens):
     logits, _ = tiny.full_forward(w.spec, w.params, jnp.asarray(text))
     rows = np.asarray(logits)[0, len(prompt) - 1 :][: len(tokens)]
     return rows.astype(np.float64)
+
+
+def log_probs(prompt, tokens):
+    """`raw_logits` as log-probabilities."""
+    rows = raw_logits(prompt, tokens)
+    rows = rows - rows.max(-1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+
+
+def check_logprobs(generation, settings: Settings):
+    """Each token's log-probability, and its alternatives, by a forward from nothing."""
+    rows = log_probs(generation.prompt, generation.tokens)
+    want = rows[np.arange(len(rows)), generation.tokens]
+    np.testing.assert_allclose(generation.logprobs, want, atol=1e-4)
+    size = settings.top_logprobs
+    assert len(generation.top_logprobs) == (len(rows) if size else 0)
+    for row, top in zip(rows, generation.top_logprobs, strict=False):
+        ids, values = zip(*top, strict=True)
+        assert len(ids) == size
+        np.testing.assert_allclose(values, row[list(ids)], atol=1e-4)
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:size], atol=1e-4)
 
 
 def penalised(logits, prompt, before, settings: Settings):

@@ -4,7 +4,8 @@ import functools
 
 from spec_jax.core.verify_layout import Ladder
 from spec_jax.decode.budget import BudgetOptions, Choice
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.step import RoundOptions
 from tests.support import tiny
@@ -17,7 +18,8 @@ LADDER = Ladder(((2, (5, 8)), (4, (8, 12, 16))))
 def engine(mode) -> Engine:
     """An engine of four slots; every test leaves it idle.
 
-    `compact` alone has the plain program and the whole ladder.
+    `compact` alone has the plain program, the whole ladder, penalties and
+    log-probabilities.
     """
     world = tiny.world("bigram", M)
     return Engine(
@@ -31,6 +33,8 @@ def engine(mode) -> Engine:
             round=RoundOptions(plan=PlanOptions(mode=mode)),
             ladder=LADDER if mode == "compact" else Ladder(LADDER.buckets[1:]),
             budget=BudgetOptions(wait=True),
+            penalties=mode == "compact",
+            logprobs=2 if mode == "compact" else None,
         ),
         world.drafter,
         world.mask_id,

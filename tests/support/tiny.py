@@ -25,8 +25,9 @@ from spec_jax.core.topology import (
     STATIC_TREE,
     Topology,
 )
-from spec_jax.decode.engine import Engine, EngineOptions
+from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters import base
 from spec_jax.drafters.frozen import frozen_from_params
@@ -310,6 +311,8 @@ def new_engine(
     one_hot=False,
     topology=CHAIN_TOPOLOGY,
     plain=True,
+    penalties=False,
+    logprobs=None,
 ) -> Engine:
     """An engine of its own (compiles)."""
     return Engine(
@@ -321,6 +324,8 @@ def new_engine(
             prefill_buckets=buckets,
             plain=plain,
             round=RoundOptions(one_hot_draft=one_hot, topology=topology),
+            penalties=penalties,
+            logprobs=logprobs,
         ),
         world.drafter,
         world.mask_id,
@@ -337,6 +342,8 @@ def engine(
     one_hot=False,
     topology=CHAIN_TOPOLOGY,
     plain=True,
+    penalties=False,
+    logprobs=None,
     **changes,
 ):
     """A shared engine; every test leaves it idle."""
@@ -347,6 +354,8 @@ def engine(
         one_hot=one_hot,
         topology=topology,
         plain=plain,
+        penalties=penalties,
+        logprobs=logprobs,
     )
 
 

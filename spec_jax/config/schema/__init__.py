@@ -27,13 +27,14 @@ from spec_jax.config.schema.checks import DTYPES, Pairs
 from spec_jax.config.schema.data import Capture, Data
 from spec_jax.config.schema.recipes import Common, Generate, Pipeline, Synthesise, Why
 from spec_jax.config.schema.runtime import Calibrate, Profile, ServeOffline
-from spec_jax.config.schema.serving import Serve
+from spec_jax.config.schema.serving import AutoOff, Serve
 from spec_jax.config.schema.target import Target, TinyTarget
 from spec_jax.config.schema.training import Drafter, Export, Train
 
 __all__ = (
     "DTYPES",
     "SCHEMAS",
+    "AutoOff",
     "Bench",
     "BenchDecode",
     "BenchFamily",

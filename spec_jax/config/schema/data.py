@@ -40,7 +40,8 @@ class Data:
         out, never cut.
       held_out: prompts kept away from training, for validation (of each file,
         where `samples` are trained on).
-      drop_looping: leave out answers that repeat an 8-gram three times.
+      looping: what becomes of answers that repeat an 8-gram three times: "drop",
+        "keep", or "cut", which ends them where they begin to repeat.
       system: system message of every conversation; "" leaves the template's own.
       thinking: the chat template's thinking switch.
       samples: a file of token samples made before (`configs/synthesise.py` makes
@@ -66,7 +67,7 @@ class Data:
     max_new_tokens: int = 128
     max_tokens: int = 320
     held_out: int = 16
-    drop_looping: bool = True
+    looping: str = "drop"
     system: str = ""
     thinking: bool = False
     samples: str = ""
@@ -77,6 +78,7 @@ class Data:
         temperature("data", self, "synth_temperature", "answer_temperature")
         top_p("data", self, "synth_top_p", "answer_top_p")
         share("data", self, "greedy_share")
+        one_of("data", self, "looping", ("drop", "cut", "keep"))
         at_least(0, "data", self, "max_file_prompts", "num_synth_prompts")
         at_least(1, "data", self, "synth_max_tokens", "max_new_tokens", "held_out")
         check(

@@ -6,7 +6,7 @@ import dataclasses
 
 from spec_jax.config.schema.checks import check
 from spec_jax.config.schema.recipes import Common
-from spec_jax.config.schema.serving import Serve
+from spec_jax.config.schema.serving import AutoOff, Serve
 
 MODES = ("static", "cap_accept", "compact")
 FORMS = ("additive", "flat")
@@ -103,6 +103,7 @@ class ServeOffline(Common):
       allow_unmarked: accept a table or temperatures that do not say what they were
         measured on (other programs').
       row_buckets: row buckets T of each R (`compact`); as in the cost table.
+      auto_off: when speculation switches itself off for a request.
       serve: what requests do not say themselves.
     """
 
@@ -115,10 +116,18 @@ class ServeOffline(Common):
     sts: str = ""
     allow_unmarked: bool = False
     row_buckets: int = 4
+    auto_off: AutoOff = AutoOff()
     serve: Serve = Serve()
 
     def __post_init__(self):
         super().__post_init__()
+        check(
+            not self.auto_off.used or bool(self.drafter),
+            "auto_off",
+            self.auto_off,
+            "switches speculation off, and there is none without a drafter; name one, "
+            "or leave it out",
+        )
         check(self.pace in PACES, "pace", self.pace, f"must be one of {list(PACES)}")
         check(self.mode in MODES, "mode", self.mode, f"must be one of {list(MODES)}")
         _top(self, 1, "row_buckets")

@@ -82,6 +82,37 @@ class Serve:
         return self.prefill_buckets or _powers(32, min(256, self.max_context))
 
 
+@dataclasses.dataclass(frozen=True)
+class AutoOff:
+    """When speculation switches itself off for a request; see `decode.auto_off`.
+
+    Attributes:
+      min_accept_length: tokens per round below which a request goes on plainly;
+        0 is never.
+      rounds: rounds with drafts over which that is averaged.
+      max_active: requests above which all of them decode plainly; -1 is never.
+      max_context: tokens of prompt and answer above which a request goes on
+        plainly; -1 is never.
+    """
+
+    min_accept_length: float = 0.0
+    rounds: int = 16
+    max_active: int = -1
+    max_context: int = -1
+
+    def __post_init__(self):
+        at_least(0, "auto_off", self, "min_accept_length")
+        at_least(1, "auto_off", self, "rounds")
+        at_least(-1, "auto_off", self, "max_active", "max_context")
+
+    @property
+    def used(self) -> bool:
+        """Any of the limits is set."""
+        return (
+            bool(self.min_accept_length) or max(self.max_active, self.max_context) > -1
+        )
+
+
 def _powers(first: int, last: int) -> tuple[int, ...]:
     """Doubling from `first`, below `last`; then `last` itself."""
     ladder = []

@@ -1,0 +1,254 @@
+"""One prompt and its greedy answer, run every way there is.
+
+Serving runs it row by row and in chunks, with a drafter that keeps what it is told;
+training runs it through capture, a store and a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.core.block_layout import BlockLayout
+from spec_jax.core.errors import UserError
+from spec_jax.core.features import Contract, FeatureSchema
+from spec_jax.data import capture, samples, store
+from spec_jax.data.pipeline import read_batch
+from spec_jax.decode import prefill
+from spec_jax.decode.forward import Weights
+from spec_jax.decode.prefill import Chunk
+from spec_jax.decode.request import NUM_STOP_IDS
+from spec_jax.decode.state import DecodeState, empty_slots
+from spec_jax.drafters.base import Drafter
+from spec_jax.evals import why
+from spec_jax.evals.why import Text
+from spec_jax.export import folder as export_folder
+from spec_jax.target.cache import init_cache
+from spec_jax.target.loading import Target
+
+# What a request may still emit, in the loops here: they end by themselves.
+_MANY = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """What serving tells a drafter about the rows it ran.
+
+    Attributes:
+      layer_ids: of the planes.
+      tokens_S: ids; next_tokens_S the token told to come after each.
+      next_tokens_S: see `tokens_S`.
+      features_SLD: every layer output that can be captured.
+      hidden_SD: last hidden rows.
+    """
+
+    layer_ids: tuple[int, ...]
+    tokens_S: np.ndarray
+    next_tokens_S: np.ndarray
+    features_SLD: np.ndarray
+    hidden_SD: np.ndarray
+
+    def plane(self, layer_id: int) -> np.ndarray:
+        return self.features_SLD[:, self.layer_ids.index(layer_id)]
+
+    def text(self, layer_ids: tuple[int, ...]) -> Text:
+        at = [self.layer_ids.index(i) for i in layer_ids]
+        return Text(
+            self.tokens_S, self.features_SLD[:, at], self.hidden_SD, len(self.tokens_S)
+        )
+
+
+class Paths:
+    """One prompt and its greedy answer, run every way there is.
+
+    Attributes:
+      target: the target; params its parameters in the serving layout.
+      room: A of every state.
+      prompt: its tokens.
+      layer_ids: every layer that may be captured.
+    """
+
+    def __init__(self, target: Target, params, prompt, new: int, chunk: int, room: int):
+        self.target, self.params, self.room = target, params, room
+        self.prompt, self.new, self.chunk = list(prompt), new, chunk
+        self.layer_ids = tuple(range(target.spec.num_layers - 1))
+
+    @functools.cached_property
+    def one_by_one(self) -> Recorded:
+        """Decoded row by row: the prompt, then what the target answers."""
+        recorder, run = _recording(self.target.spec, self.layer_ids)
+        state = start_state(self.target.spec, recorder, self.room)
+        weights = Weights(target=self.params, draft={}, frozen=())
+        tokens = list(self.prompt)
+        for row in range(len(self.prompt) + self.new):
+            known = row + 1 < len(self.prompt)
+            following = tokens[row + 1] if known else 0
+            piece = _chunk([tokens[row]], following, row, 1, last=not known)
+            state, result = run(weights, state, piece)
+            if not known:
+                if bool(result.bad):
+                    raise UserError(
+                        "the target's logits are not finite; check target.source"
+                    )
+                tokens.append(int(result.token))
+        return _recorded(state, self.layer_ids, len(tokens) - 1)
+
+    @functools.cached_property
+    def chunks(self) -> Recorded:
+        """The same text, prefilled in chunks."""
+        recorder, run = _recording(self.target.spec, self.layer_ids)
+        tokens = self.one_by_one.tokens_S.tolist()
+        state = start_state(self.target.spec, recorder, self.room)
+        weights = Weights(target=self.params, draft={}, frozen=())
+        for piece in pieces(tokens, self.chunk):
+            state, _ = run(weights, state, piece)
+        return _recorded(state, self.layer_ids, len(tokens))
+
+    def captured(self, layer_ids, dtype: str) -> Text:
+        """The same text through `data.capture`, a store, and a training batch."""
+        tokens = self.one_by_one.tokens_S.tolist()
+        size_p = len(self.prompt)
+        sample = samples.make_sample(tokens[:size_p], tokens[size_p:], "why")
+        contract = Contract(
+            target=self.target.spec.name,
+            layer_ids=tuple(layer_ids),
+            feature_dtype=dtype,
+            **export_folder.target_facts(self.target),
+        )
+        kept = FeatureSchema(
+            tuple(layer_ids), self.target.spec.hidden_size, teacher=True
+        )
+        size = -(-len(tokens) // 16) * 16
+        with tempfile.TemporaryDirectory() as place:
+            path = os.path.join(place, "store")
+            capture.capture(
+                dataclasses.replace(self.target, params=self.params),
+                [sample],
+                kept,
+                path,
+                contract,
+                dtype,
+                batch=1,
+                buckets=(size,),
+                shard_samples=1,
+            )
+            batch = read_batch(store.open_store(path, contract), [0], size, kept)
+        count = len(tokens)
+        return Text(
+            np.asarray(batch.tokens_BS[0, :count]),
+            np.asarray(batch.features_BSLD[0, :count], np.float32),
+            np.asarray(batch.teacher_BSD[0, :count], np.float32),
+            count,
+        )
+
+
+def _recorder(width: int, layer_ids: tuple[int, ...]) -> Drafter:
+    """A drafter that proposes nothing and keeps every row it is told."""
+
+    def init_state(slots, allocated):
+        lead = (1, slots, allocated)
+        return {
+            "tokens": jnp.full(lead, -1, jnp.int32),
+            "next": jnp.full(lead, -1, jnp.int32),
+            "features": jnp.zeros((*lead, len(layer_ids), width), jnp.float32),
+            "hidden": jnp.zeros((*lead, width), jnp.float32),
+        }
+
+    def absorb(params, frozen, state, rows):
+        del params, frozen
+        size_t = rows.tokens_BT.shape[1]
+        at_BT = rows.start_B[:, None] + jnp.arange(size_t)[None]
+        slot_B1 = jnp.arange(at_BT.shape[0])[:, None]
+        told = {
+            "tokens": rows.tokens_BT,
+            "next": rows.next_tokens_BT,
+            "features": rows.features_BTLD.astype(jnp.float32),
+            "hidden": rows.hidden_BTD.astype(jnp.float32),
+        }
+        return {
+            name: state[name].at[0, slot_B1, at_BT].set(value, mode="drop")
+            for name, value in told.items()
+        }
+
+    return Drafter(
+        name="recorder",
+        options=None,
+        layout=BlockLayout(1),
+        needs=FeatureSchema(layer_ids, width),
+        topologies=(),
+        init=lambda key: {},
+        init_state=init_state,
+        prefill=absorb,
+        propose=lambda *args: None,
+        extend=absorb,
+        train_outputs=lambda *args: None,
+        terms=(),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _recording(spec, layer_ids: tuple[int, ...]):
+    recorder = _recorder(spec.hidden_size, layer_ids)
+    run = functools.partial(prefill.prefill_step, spec, recorder, layer_ids)
+    return recorder, why.quick_jit(run)
+
+
+def start_state(spec, drafter: Drafter, room: int) -> DecodeState:
+    """One slot, and nothing in it."""
+    return DecodeState(
+        cache=init_cache(spec, 1, room),
+        draft=drafter.init_state(1, room),
+        slots=empty_slots(1, NUM_STOP_IDS),
+    )
+
+
+def _chunk(tokens, following: int, start: int, size: int, *, last: bool) -> Chunk:
+    padded_T = np.zeros(size, np.int32)
+    padded_T[: len(tokens)] = tokens
+
+    def scalar(value, dtype=np.int32):
+        return jnp.asarray(np.array(value, dtype))
+
+    request = dataclasses.replace(
+        empty_slots(1, NUM_STOP_IDS),
+        remaining_B=jnp.full((1,), _MANY, jnp.int32),
+        speculate_B=jnp.ones((1,), bool),
+    )
+    return Chunk(
+        tokens_T=jnp.asarray(padded_T),
+        next_token=scalar(following),
+        start=scalar(start),
+        count=scalar(len(tokens)),
+        slot=scalar(0),
+        is_last=scalar(last, bool),
+        known=scalar(not last, bool),
+        prompt_len=scalar(_MANY),
+        request=request,
+    )
+
+
+def pieces(tokens, size: int) -> Iterator[Chunk]:
+    """Chunks of a prompt; the last one draws the first token."""
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        end = start + len(part)
+        last = end == len(tokens)
+        yield _chunk(part, 0 if last else tokens[end], start, size, last=last)
+
+
+def _recorded(state: DecodeState, layer_ids, count: int) -> Recorded:
+    told = jax.device_get(state.draft)
+    return Recorded(
+        layer_ids,
+        told["tokens"][0, 0, :count],
+        told["next"][0, 0, :count],
+        told["features"][0, 0, :count],
+        told["hidden"][0, 0, :count],
+    )

@@ -1,0 +1,75 @@
+"""What an engine compiles for, and how much one of its slots holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spec_jax.core.calibration import CostTable
+from spec_jax.core.errors import UserError
+from spec_jax.core.verify_layout import Ladder
+from spec_jax.decode.auto_off import AutoOff
+from spec_jax.decode.budget import BudgetOptions
+from spec_jax.decode.step import RoundOptions
+from spec_jax.target.spec import TargetSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Shapes an engine compiles for.
+
+    Attributes:
+      slots: B, requests decoded together.
+      max_context: A, allocated tokens per slot.
+      prefill_buckets: chunk lengths, ascending; longer prompts take several
+        chunks of the largest.
+      chunks_per_tick: prefill chunks run between two rounds; 1 bounds the time
+        between a running request's tokens, `slots` suits offline work.
+      plain: also compile the one-row step that runs when nobody speculates.
+        Without it such requests run in the round, their window cut to the
+        anchor. An engine without a drafter always has it.
+      round: static choices of the round.
+      penalties: serve penalties and logit bias (keeps counts `[B, V]`); without,
+        requests that ask for them are refused.
+      logprobs: most alternatives a request may ask for beside the tokens' own
+        log-probabilities; None: log-probabilities are refused.
+      auto_off: when speculation switches itself off; None: never.
+      ladder: the (R, T) programs; None: all slots, full windows.
+      cost: seconds of each; None: a planned round verifies everything.
+      budget: how budgets are chosen, in a planned mode (see `round.plan`).
+      keep_rounds: records of the newest rounds that `trace` holds.
+    """
+
+    slots: int = 1
+    max_context: int = 1024
+    prefill_buckets: tuple[int, ...] = (32, 128)
+    chunks_per_tick: int = 1
+    plain: bool = True
+    round: RoundOptions = dataclasses.field(default_factory=RoundOptions)
+    penalties: bool = False
+    logprobs: int | None = None
+    auto_off: AutoOff | None = None
+    ladder: Ladder | None = None
+    cost: CostTable | None = None
+    budget: BudgetOptions = dataclasses.field(default_factory=BudgetOptions)
+    keep_rounds: int = 4096
+
+    def __post_init__(self):
+        if self.slots < 1:
+            raise UserError(f"serve.slots={self.slots} must be at least 1")
+        buckets = self.prefill_buckets
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+            raise UserError(
+                f"serve.prefill_buckets={buckets} must be ascending positive lengths"
+            )
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UserError(
+                f"serve.logprobs={self.logprobs} must be None (off) or at least 0"
+            )
+
+
+def room_of(max_context: int, window: int, spec: TargetSpec) -> int:
+    """Tokens that one slot can hold, prompt and answer together.
+
+    Two windows of slack: a round runs before the last one's result is read.
+    """
+    return min(max_context - 2 * window, spec.max_context)

@@ -1,0 +1,213 @@
+"""One drafter, run both ways: its training rows and its proposals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.core.batch import Batch
+from spec_jax.core.topology import CHAIN_TOPOLOGY
+from spec_jax.decode import propose
+from spec_jax.decode.state import empty_slots
+from spec_jax.drafters.base import Drafter, Frozen, Rows
+from spec_jax.evals.why.text import Text
+from spec_jax.objectives.vocabulary import row_logits
+
+# Blocks of one training sequence in the visibility probe, one position apart.
+NUM_ANCHORS = 8
+# Logits, relative to the largest; the second where the head is rounded too.
+LOGIT_TOLERANCE, LOOSE_TOLERANCE = 2e-4, 0.05
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainRows:
+    """What a drafter trains on, at each anchor that it sampled.
+
+    Attributes:
+      logits_XMU: draft logits (of a selector, with every token's score).
+      labels_XM: what the rows are taught.
+      valid_XM: where they are.
+      anchors_X: positions; 0 where none was sampled.
+      confidence_XM: log-odds, or None.
+    """
+
+    logits_XMU: np.ndarray
+    labels_XM: np.ndarray
+    valid_XM: np.ndarray
+    anchors_X: np.ndarray
+    confidence_XM: np.ndarray | None
+
+    def at(self, anchor: int) -> int | None:
+        """Index of the block at this anchor (from 1: a missing one says 0)."""
+        found = np.nonzero(self.anchors_X == anchor)[0]
+        return int(found[0]) if found.size else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafts:
+    """One proposal: logits `[M, U]`, -inf where no candidate is; ids; confidence."""
+
+    logits_MU: np.ndarray
+    tokens_M: np.ndarray
+    usable: int
+    confidence_M: np.ndarray | None
+
+
+def quick_jit(function: Callable) -> Callable:
+    """Compiles quickly where that matters: a program here runs a few times."""
+    if jax.default_backend() != "cpu":
+        return jax.jit(function)
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Runner:
+    """One drafter's training rows and proposals; each program compiles once.
+
+    Attributes:
+      drafter: without noise on its features, with `NUM_ANCHORS` anchors.
+      params: its parameters.
+      frozen: what it borrows.
+      allocated: A of its states, and S of its texts.
+      trains: it has parameters.
+      reads: planes it conditions on (-1: the last hidden rows).
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        params: Any,
+        frozen: Frozen,
+        allocated: int,
+        jit: Callable = quick_jit,
+    ):
+        self.drafter, self.params, self.frozen = drafter, params, frozen
+        self.allocated, self.jit = allocated, jit
+        self.trains = bool(jax.tree.leaves(params))
+        planes = tuple(range(drafter.needs.num_layers))
+        self.reads = planes or ((-1,) if drafter.needs.teacher else ())
+        self._train = jit(functools.partial(train_rows, drafter))
+        self._prefill = jit(drafter.prefill)
+        self._extend = jit(drafter.extend)
+        self._propose = jit(functools.partial(proposal, drafter))
+
+    def train(self, text: Text, first: int, last: int) -> TrainRows:
+        """Training rows where tokens `first` to `last` are supervised."""
+        at_S = np.arange(len(text.tokens_S))
+        inside_S = (at_S >= first) & (at_S <= last)
+        batch = Batch(
+            tokens_BS=jnp.asarray(text.tokens_S)[None],
+            supervised_BS=jnp.asarray(inside_S)[None],
+            length_B=jnp.full((1,), text.length, jnp.int32),
+            features_BSLD=jnp.asarray(text.features_SLD)[None],
+            teacher_BSD=jnp.asarray(text.hidden_SD)[None]
+            if self.drafter.needs.teacher
+            else None,
+        )
+        return TrainRows(*jax.device_get(self._train(self.params, self.frozen, batch)))
+
+    def empty(self):
+        """No rows absorbed."""
+        return self.drafter.init_state(1, self.allocated)
+
+    def absorb(self, state, text: Text, start: int, count: int, width: int, *, extend):
+        """Absorbs rows `start ..+ count` in arrays of `width`; the rest is junk."""
+        size = len(text.tokens_S)
+        at_T = np.minimum(start + np.arange(width), size - 1)
+        real_T = np.arange(width) < count
+        junk = np.float32(np.nan)
+        following = text.tokens_S[np.minimum(at_T + 1, size - 1)]
+        rows = Rows(
+            tokens_BT=jnp.asarray(np.where(real_T, text.tokens_S[at_T], 0))[None],
+            next_tokens_BT=jnp.asarray(np.where(real_T, following, 0))[None],
+            features_BTLD=jnp.asarray(
+                np.where(real_T[:, None, None], text.features_SLD[at_T], junk)
+            )[None],
+            hidden_BTD=jnp.asarray(
+                np.where(real_T[:, None], text.hidden_SD[at_T], junk)
+            )[None],
+            start_B=jnp.full((1,), start, jnp.int32),
+            length_B=jnp.full((1,), count, jnp.int32),
+        )
+        step = self._extend if extend else self._prefill
+        return step(self.params, self.frozen, state, rows)
+
+    def propose(self, state, anchor: int, length: int) -> Drafts:
+        """Greedy drafts after `length` rows, through the one transform."""
+        logits, ids, tokens, usable, confidence = jax.device_get(
+            self._propose(
+                self.params,
+                self.frozen,
+                state,
+                jnp.full((1,), anchor, jnp.int32),
+                jnp.full((1,), length, jnp.int32),
+            )
+        )
+        if ids is not None:
+            logits = _scatter(logits, ids, self.frozen)
+        return Drafts(logits, tokens, int(usable), confidence)
+
+    def serve(self, text: Text, anchor: int) -> Drafts:
+        """Drafts at an anchor; the rows before it came in one piece."""
+        rows = Rows(  # those from the anchor on are there and do not count
+            tokens_BT=jnp.asarray(text.tokens_S)[None],
+            next_tokens_BT=jnp.asarray(np.roll(text.tokens_S, -1))[None],
+            features_BTLD=jnp.asarray(text.features_SLD)[None],
+            hidden_BTD=jnp.asarray(text.hidden_SD)[None],
+            start_B=jnp.zeros((1,), jnp.int32),
+            length_B=jnp.full((1,), anchor, jnp.int32),
+        )
+        state = self._prefill(self.params, self.frozen, self.empty(), rows)
+        return self.propose(state, int(text.tokens_S[anchor]), anchor)
+
+    @property
+    def tolerance(self) -> float:
+        """Of logits, relative to the largest."""
+        wide = jnp.finfo(self.frozen.head_DU.dtype).bits >= 32
+        return LOGIT_TOLERANCE if wide else LOOSE_TOLERANCE
+
+
+def train_rows(drafter: Drafter, params, frozen: Frozen, batch: Batch):
+    """The fields of `TrainRows`, on the device."""
+    with jax.default_matmul_precision("highest"):
+        out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
+        head_DU = frozen.head_DU if out.head_DU is None else out.head_DU
+        logits_XMU = row_logits(
+            head_DU, out.hidden_XMD, out.correction_EU, out.correction_XME
+        )
+        if out.selector is not None:
+            logits_XMU += out.selector.query_XME @ out.selector.successor_UE.T
+    anchors_X = out.anchors_BN.reshape(-1)
+    return logits_XMU, out.labels_XM, out.valid_XM, anchors_X, out.confidence_XM
+
+
+def proposal(drafter: Drafter, params, frozen: Frozen, state, anchor_B, length_B):
+    """Logits, their target ids (None: all), drafts, usable, confidence; B = 1."""
+    draw = propose.make_draw(empty_slots(1, 1), one_hot=False)
+    with jax.default_matmul_precision("highest"):
+        made, _ = drafter.propose(
+            params, frozen, state, anchor_B, length_B, draw, CHAIN_TOPOLOGY
+        )
+    confidence = made.confidence_logit_BM
+    return (
+        made.law.logits_BTV[0],
+        made.law.target_ids[0] if made.law.is_sparse else None,
+        made.tokens_BM[0],
+        made.usable_B[0],
+        None if confidence is None else confidence[0],
+    )
+
+
+def _scatter(logits_MC, ids_MC, frozen: Frozen) -> np.ndarray:
+    """Candidates' logits in the columns they are of; -inf elsewhere."""
+    columns_MC = ids_MC
+    if frozen.target_ids_U is not None:  # kept ids ascend
+        columns_MC = np.searchsorted(np.asarray(frozen.target_ids_U), ids_MC)
+    full_MU = np.full((len(logits_MC), frozen.head_DU.shape[1]), -np.inf, np.float32)
+    np.put_along_axis(full_MU, columns_MC, logits_MC, -1)
+    return full_MU
