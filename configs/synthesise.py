@@ -7,8 +7,8 @@ Writes `samples.jsonl` into the run's folder; give it to any number of runs with
 --config.data.samples=<file>. Killed anywhere, the same command continues. How many
 prompts: --config.data.max_file_prompts=1900 --config.data.num_synth_prompts=400
 
-Time: 200 answer tokens a second on two idle CPU cores; 2,300 prompts take half an
-hour.
+Time: 100 to 200 answer tokens a second on two CPU cores; 2,300 prompts take half an
+hour to an hour.
 """
 
 from configs import common, smollm2

@@ -54,7 +54,6 @@ REQUESTS = [
         "frequency_penalty": 2.0,
         "logprobs": True,
         "top_logprobs": 1,
-        "num_draft": 1,
     },
 ]
 
