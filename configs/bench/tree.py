@@ -8,6 +8,12 @@ another one: --config.drafter=<folder>. Shape of the trees:
 --config.serve.tree_depth=6 --config.serve.tree_top_k=4
 
 Time: ten minutes on two CPU cores.
+
+Numbers (EAGLE-3 of `configs/bench/family.py`, six GSM8K test questions, 64 tokens,
+greedy, two busy cores, so that times mean little): accept length 1.79 of the chain of
+5 drafts, 2.17, 2.38 and 2.55 of trees of 8, 16 and 32; all texts equal to plain
+decoding. A round costs 2.4, 3.2, 3.3 and 6.2 plain steps there: more rows are not
+free on a CPU, and the chain stays the fastest.
 """
 
 from configs import common
