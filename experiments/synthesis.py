@@ -143,10 +143,7 @@ def read_prompts(data: schema.Data) -> list[prompt_files.Prompt]:
     """
     found: list[prompt_files.Prompt] = []
     for path in filter(None, data.prompts.split(",")):
-        if path == "builtin":
-            found += prompt_files.builtin_prompts()
-        else:
-            found += prompt_files.read_prompts(path.strip())
+        found += prompt_files.named_prompts(path.strip())
     return found
 
 

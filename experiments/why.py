@@ -34,6 +34,7 @@ from experiments.why_paths import Paths
 from experiments.why_stages import feature_findings, round_findings
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
+from spec_jax.core.quick import quick_jit
 from spec_jax.data import prompts
 from spec_jax.decode.request import check_prompt
 from spec_jax.drafters.frozen import frozen_from_params
@@ -97,7 +98,7 @@ def examine(
     params: Any,
     *,
     stop: bool = False,
-    jit: Callable = why.quick_jit,
+    jit: Callable = quick_jit,
 ) -> Iterator[Finding]:
     """Every finding in forward order.
 

@@ -19,22 +19,30 @@ import numpy as np
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
+from spec_jax.core.quick import quick_jit
 from spec_jax.data import capture, samples, store
 from spec_jax.data.pipeline import read_batch
-from spec_jax.decode import prefill
+from spec_jax.decode import prefill, programs
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.jobs import Job
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.prefill import Chunk
-from spec_jax.decode.request import NUM_STOP_IDS
-from spec_jax.decode.state import DecodeState, empty_slots
+from spec_jax.decode.request import Generation, Settings
+from spec_jax.decode.state import DecodeState
 from spec_jax.drafters.base import Drafter
-from spec_jax.evals import why
 from spec_jax.evals.why import Text
 from spec_jax.export import folder as export_folder
-from spec_jax.target.cache import init_cache
 from spec_jax.target.loading import Target
+from spec_jax.target.spec import TargetSpec
 
-# What a request may still emit, in the loops here: they end by themselves.
-_MANY = 1 << 20
+# The loops here end by themselves.
+_JOB = Job(
+    handle=0,
+    generation=Generation(prompt=[]),
+    settings=Settings(max_new_tokens=1 << 20, ignore_eos=True),
+    text=None,
+    speculating=True,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,17 +88,23 @@ class Paths:
         self.prompt, self.new, self.chunk = list(prompt), new, chunk
         self.layer_ids = tuple(range(target.spec.num_layers - 1))
 
+    def start_state(self, drafter: Drafter) -> DecodeState:
+        """One slot, and nothing in it."""
+        options = EngineOptions(max_context=self.room)
+        return programs.fresh_state(self.target.spec, drafter, options)
+
     @functools.cached_property
     def one_by_one(self) -> Recorded:
         """Decoded row by row: the prompt, then what the target answers."""
-        recorder, run = _recording(self.target.spec, self.layer_ids)
-        state = start_state(self.target.spec, recorder, self.room)
+        spec = self.target.spec
+        recorder, run = _recording(spec, self.layer_ids)
+        state = self.start_state(recorder)
         weights = Weights(target=self.params, draft={}, frozen=())
         tokens = list(self.prompt)
         for row in range(len(self.prompt) + self.new):
             known = row + 1 < len(self.prompt)
             following = tokens[row + 1] if known else 0
-            piece = _chunk([tokens[row]], following, row, 1, last=not known)
+            piece = piece_of(spec, [tokens[row]], following, row, 1, not known)
             state, result = run(weights, state, piece)
             if not known:
                 if bool(result.bad):
@@ -105,9 +119,9 @@ class Paths:
         """The same text, prefilled in chunks."""
         recorder, run = _recording(self.target.spec, self.layer_ids)
         tokens = self.one_by_one.tokens_S.tolist()
-        state = start_state(self.target.spec, recorder, self.room)
+        state = self.start_state(recorder)
         weights = Weights(target=self.params, draft={}, frozen=())
-        for piece in pieces(tokens, self.chunk):
+        for piece in pieces(self.target.spec, tokens, self.chunk):
             state, _ = run(weights, state, piece)
         return _recorded(state, self.layer_ids, len(tokens))
 
@@ -197,50 +211,24 @@ def _recorder(width: int, layer_ids: tuple[int, ...]) -> Drafter:
 def _recording(spec, layer_ids: tuple[int, ...]):
     recorder = _recorder(spec.hidden_size, layer_ids)
     run = functools.partial(prefill.prefill_step, spec, recorder, layer_ids)
-    return recorder, why.quick_jit(run)
+    return recorder, quick_jit(run)
 
 
-def start_state(spec, drafter: Drafter, room: int) -> DecodeState:
-    """One slot, and nothing in it."""
-    return DecodeState(
-        cache=init_cache(spec, 1, room),
-        draft=drafter.init_state(1, room),
-        slots=empty_slots(1, NUM_STOP_IDS),
+def piece_of(spec: TargetSpec, tokens, following: int, start: int, size: int, last):
+    """A piece of the one request here, in slot 0; `last` draws a token."""
+    return programs.make_chunk(
+        spec, EngineOptions(), tokens, following, start, 0, size, _JOB, last
     )
 
 
-def _chunk(tokens, following: int, start: int, size: int, *, last: bool) -> Chunk:
-    padded_T = np.zeros(size, np.int32)
-    padded_T[: len(tokens)] = tokens
-
-    def scalar(value, dtype=np.int32):
-        return jnp.asarray(np.array(value, dtype))
-
-    request = dataclasses.replace(
-        empty_slots(1, NUM_STOP_IDS),
-        remaining_B=jnp.full((1,), _MANY, jnp.int32),
-        speculate_B=jnp.ones((1,), bool),
-    )
-    return Chunk(
-        tokens_T=jnp.asarray(padded_T),
-        next_token=scalar(following),
-        start=scalar(start),
-        count=scalar(len(tokens)),
-        slot=scalar(0),
-        is_last=scalar(last, bool),
-        known=scalar(not last, bool),
-        prompt_len=scalar(_MANY),
-        request=request,
-    )
-
-
-def pieces(tokens, size: int) -> Iterator[Chunk]:
+def pieces(spec: TargetSpec, tokens, size: int) -> Iterator[Chunk]:
     """Chunks of a prompt; the last one draws the first token."""
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         end = start + len(part)
         last = end == len(tokens)
-        yield _chunk(part, 0 if last else tokens[end], start, size, last=last)
+        following = 0 if last else tokens[end]
+        yield piece_of(spec, part, following, start, size, last)
 
 
 def _recorded(state: DecodeState, layer_ids, count: int) -> Recorded:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.why_folder import Folder
-from experiments.why_paths import Paths, pieces, start_state
+from experiments.why_paths import Paths, pieces
 from spec_jax.core.errors import UserError
 from spec_jax.data import store
 from spec_jax.decode import prefill, step
@@ -94,8 +94,8 @@ def round_findings(
         functools.partial(step.round_step, spec, drafter, taps, options)
     )
     weights = Weights(paths.params, runner.params, runner.frozen)
-    state = start_state(spec, drafter, paths.room)
-    for piece in pieces(paths.prompt, chunk):
+    state = paths.start_state(drafter)
+    for piece in pieces(spec, paths.prompt, chunk):
         state, _ = fill(weights, state, piece)
     anchor, length = int(state.slots.anchor_B[0]), len(paths.prompt)
     first = runner.propose(state.draft, anchor, length)

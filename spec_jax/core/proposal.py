@@ -76,6 +76,23 @@ class Proposal:
     parents_BW: jnp.ndarray | None = None  # [B, W]
 
 
+def first_request(proposal: Proposal):
+    """What the first request of a batch was proposed.
+
+    Returns:
+      Logits `[M, U]` (of a sparse law `[M, K]`), the target ids of a sparse law's
+      candidates or None, drafts `[M]`, usable drafts, confidence `[M]` or None.
+    """
+    law, confidence = proposal.law, proposal.confidence_logit_BM
+    return (
+        law.logits_BTV[0],
+        law.target_ids[0] if law.is_sparse else None,
+        proposal.tokens_BM[0],
+        proposal.usable_B[0],
+        None if confidence is None else confidence[0],
+    )
+
+
 def join_rows(laws: list[TokenLaw]) -> TokenLaw:
     """One law from laws of consecutive rows (drafts sampled one at a time)."""
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import full_ladder
-from spec_jax.decode import budget, plan, programs
+from spec_jax.decode import budget, programs
 from spec_jax.decode.auto_off import LOAD, REASONS, reason_off
 from spec_jax.decode.budget import Choice, Planner
 from spec_jax.decode.forward import Weights
@@ -208,10 +208,6 @@ class Engine:
             self._pending.append(("first", {slot: job}, result))
             self._filling = None
 
-    @property
-    def _is_packed(self) -> bool:
-        return self.options.round.plan.mode == plan.COMPACT
-
     def _choose(self) -> Choice:
         """The next round's program and budget."""
         live = {slot: job.handle for slot, job in self._running.items()}
@@ -242,10 +238,10 @@ class Engine:
             )
         )
         if choice.draft:
-            rows = choice.rows if self._is_packed else choice.requests * self.window
+            plan = self.options.round.plan
+            rows = choice.rows if plan.is_packed else choice.requests * self.window
             program = self._programs["round", choice.requests, rows]
-            is_planned = self.options.round.plan.is_planned
-            extra = [np.asarray(choice.budget, np.int32)] if is_planned else []
+            extra = [np.asarray(choice.budget, np.int32)] if plan.is_planned else []
         else:
             program, extra = self._programs["plain", choice.requests], []
         self.state, result = program(self.weights, self.state, *extra)

@@ -78,6 +78,11 @@ class PlanOptions:
         """A budget decides; else every window is full."""
         return self.mode != STATIC
 
+    @property
+    def is_packed(self) -> bool:
+        """Only the planned rows run, in a program of so many rows."""
+        return self.mode == COMPACT
+
     def bounds(self, window: int) -> tuple[int, int]:
         """Fewest and most rows of a planned request in a window of W."""
         most = min(self.max_verify_len or window, window)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core.verify_layout import Ladder
-from spec_jax.decode import plan, prefill, step
+from spec_jax.decode import prefill, step
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job
 from spec_jax.decode.options import EngineOptions
@@ -67,7 +67,7 @@ def compile_programs(
       "switch" takes the slots, who leaves and who speculates.
     """
     taps = drafter.needs.layer_ids if drafter else ()
-    is_packed = options.round.plan.mode == plan.COMPACT
+    is_packed = options.round.plan.is_packed
     round_options = dataclasses.replace(
         options.round, top_logprobs=options.logprobs or 0
     )

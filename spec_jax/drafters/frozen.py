@@ -13,6 +13,26 @@ from spec_jax.drafters.base import Frozen
 from spec_jax.target.loading import Target
 
 
+def in_columns(logits, ids, frozen: Frozen) -> np.ndarray:
+    """Candidates' logits in the head columns they are of; -inf elsewhere.
+
+    Args:
+      logits: `[..., C]`, of C candidates.
+      ids: `[..., C]`, their target ids.
+      frozen: the borrowed head, U columns.
+
+    Returns:
+      `[..., U]` float32.
+    """
+    columns = ids
+    if frozen.target_ids_U is not None:  # kept ids ascend
+        columns = np.searchsorted(np.asarray(frozen.target_ids_U), ids)
+    shape = (*logits.shape[:-1], frozen.head_DU.shape[1])
+    full = np.full(shape, -np.inf, np.float32)
+    np.put_along_axis(full, columns, logits, -1)
+    return full
+
+
 def frozen_for(target: Target, draft_vocab: DraftVocab | None = None) -> Frozen:
     """The target's embedding and the head columns a drafter may propose.
 

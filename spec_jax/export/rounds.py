@@ -21,11 +21,13 @@ import numpy as np
 from spec_jax.core import block_layout, masks
 from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
-from spec_jax.core.proposal import TokenLaw
+from spec_jax.core.proposal import TokenLaw, first_request
+from spec_jax.core.quick import quick_jit
 from spec_jax.core.topology import CHAIN_TOPOLOGY
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters.base import Drafter, Frozen, Rows
-from spec_jax.drafters.frozen import frozen_for
+from spec_jax.drafters.frozen import frozen_for, in_columns
+from spec_jax.objectives.vocabulary import output_logits
 from spec_jax.target import model
 from spec_jax.target.cache import init_cache
 from spec_jax.target.loading import Target
@@ -133,7 +135,7 @@ def serve(drafter: Drafter, params: Any, probe: Probe) -> Round:
     logits, ids, tokens, usable, confidence = zip(*rounds, strict=True)
     logits_KMU = np.stack(logits).astype(np.float32)
     if ids[0] is not None:
-        logits_KMU = _scatter(logits_KMU, np.stack(ids), probe.frozen)
+        logits_KMU = in_columns(logits_KMU, np.stack(ids), probe.frozen)
     return Round(
         logits_KMU,
         np.stack(tokens),
@@ -236,19 +238,12 @@ def _checked(probe: Probe, drafter: Drafter) -> Probe:
     return probe
 
 
-def _jit(function: Callable) -> Callable:
-    """Compiles quickly where that matters: a program here runs a few times."""
-    if jax.default_backend() != "cpu":
-        return jax.jit(function)
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 # Programs are kept: exports of a run, and a folder read twice, compile once.
 @functools.lru_cache(maxsize=32)
 def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
     """(target params, tokens) -> `[S, L, D]` features and `[S, D]` last rows."""
 
-    @_jit
+    @quick_jit
     def run(params, tokens_1S):
         size = tokens_1S.shape[1]
         row_S = jnp.arange(size)
@@ -274,17 +269,10 @@ def _training_program(drafter: Drafter) -> Callable:
     Of a selector, the scores of all tokens: the candidates' are among them.
     """
 
-    @_jit
+    @quick_jit
     def run(params, frozen, batch):
         out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
-        head_DU = frozen.head_DU if out.head_DU is None else out.head_DU
-        logits_XMU = jnp.matmul(
-            out.hidden_XMD, head_DU, preferred_element_type=jnp.float32
-        )
-        if out.correction_XME is not None:
-            logits_XMU += out.correction_XME @ out.correction_EU
-        if out.selector is not None:
-            logits_XMU += out.selector.query_XME @ out.selector.successor_UE.T
+        logits_XMU = output_logits(out, frozen)
         return logits_XMU, out.confidence_XM, out.anchors_BN.reshape(-1), out.valid_XM
 
     return run
@@ -298,7 +286,7 @@ def _serving_program(drafter: Drafter) -> Callable:
     confidence or None.
     """
 
-    @_jit
+    @quick_jit
     def run(params, frozen, tokens_1S, features_SLD, hidden_SD, anchor):
         size = tokens_1S.shape[1]
         before_S = jnp.arange(size) < anchor
@@ -318,14 +306,7 @@ def _serving_program(drafter: Drafter) -> Callable:
         made, _ = drafter.propose(
             params, frozen, state, anchor_B, length_B, _greedy, CHAIN_TOPOLOGY
         )
-        confidence = made.confidence_logit_BM
-        return (
-            made.law.logits_BTV[0],
-            made.law.target_ids[0] if made.law.is_sparse else None,
-            made.tokens_BM[0],
-            made.usable_B[0],
-            None if confidence is None else confidence[0],
-        )
+        return first_request(made)
 
     return run
 
@@ -343,15 +324,3 @@ def _greedy(logits_BTU, first_row: int, target_ids=None):
         target_ids=target_ids,
     )
     return best_BT, law
-
-
-def _scatter(logits_KMC: np.ndarray, ids_KMC: np.ndarray, frozen: Frozen) -> np.ndarray:
-    """Candidates' logits in the columns they are of; -inf elsewhere."""
-    size_u = frozen.head_DU.shape[1]
-    columns_KMC = ids_KMC
-    if frozen.target_ids_U is not None:
-        # Kept ids ascend.
-        columns_KMC = np.searchsorted(np.asarray(frozen.target_ids_U), ids_KMC)
-    full_KMU = np.full((*logits_KMC.shape[:2], size_u), -np.inf, np.float32)
-    np.put_along_axis(full_KMU, columns_KMC, logits_KMC, -1)
-    return full_KMU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from spec_jax.drafters.base import Frozen
+from spec_jax.drafters.base import Frozen, TrainOutputs
 
 
 def in_chunks(fn, chunk_rows: int, *arrays):
@@ -55,6 +55,20 @@ def draft_columns(frozen: Frozen, labels_X):
     at_X = jnp.minimum(jnp.searchsorted(ids_U, labels_X), ids_U.shape[0] - 1)
     known_X = ids_U[at_X] == labels_X
     return jnp.where(known_X, at_X, 0), known_X
+
+
+def output_logits(outputs: TrainOutputs, frozen: Frozen):
+    """Logits of every row a drafter trains on, `[X, M, U]`.
+
+    Of a selector, the scores of all tokens: the candidates' are among them.
+    """
+    head_DU = frozen.head_DU if outputs.head_DU is None else outputs.head_DU
+    logits_XMU = row_logits(
+        head_DU, outputs.hidden_XMD, outputs.correction_EU, outputs.correction_XME
+    )
+    if outputs.selector is not None:
+        logits_XMU += outputs.selector.query_XME @ outputs.selector.successor_UE.T
+    return logits_XMU
 
 
 def row_logits(head_DU, hidden_XD, correction_EU=None, correction_XE=None):

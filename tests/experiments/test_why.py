@@ -22,6 +22,7 @@ from experiments import run, serving, session, why
 from spec_jax.config import loading
 from spec_jax.core import block_layout, masks
 from spec_jax.core.features import Contract
+from spec_jax.core.quick import quick_jit
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.data import capture, files
 from spec_jax.drafters import base, blocks
@@ -50,7 +51,7 @@ _programs = {}
 def jit(function):
     """`quick_jit`, kept by what is compiled: the tests of a kind share programs."""
     key = getattr(function, "func", function), getattr(function, "args", ())
-    return _programs.setdefault(key, checks.quick_jit(function))
+    return _programs.setdefault(key, quick_jit(function))
 
 
 @functools.cache
@@ -139,7 +140,7 @@ class Case:
     def with_training(self):
         """A runner whose training is traced again, now."""
         runner = copy.copy(self.runner)
-        runner._train = checks.quick_jit(
+        runner._train = quick_jit(
             functools.partial(checks.runner.train_rows, runner.drafter)
         )
         return runner
@@ -147,8 +148,8 @@ class Case:
     def with_serving(self):
         """A runner whose serving is traced again, now."""
         runner = copy.copy(self.runner)
-        runner._prefill = checks.quick_jit(lambda *a: runner.drafter.prefill(*a))
-        runner._propose = checks.quick_jit(
+        runner._prefill = quick_jit(lambda *a: runner.drafter.prefill(*a))
+        runner._propose = quick_jit(
             functools.partial(checks.runner.proposal, runner.drafter)
         )
         return runner

@@ -40,7 +40,7 @@ from spec_jax.evals.why.findings import (
     verdict,
 )
 from spec_jax.evals.why.logits import logit_findings, slot_gaps
-from spec_jax.evals.why.runner import NUM_ANCHORS, Runner, quick_jit
+from spec_jax.evals.why.runner import NUM_ANCHORS, Runner
 from spec_jax.evals.why.template import template_findings
 from spec_jax.evals.why.text import Text, require_rows
 from spec_jax.evals.why.visibility import visibility_findings
@@ -62,7 +62,6 @@ __all__ = [
     "gap_of",
     "logit_findings",
     "plane_finding",
-    "quick_jit",
     "require_rows",
     "rope_finding",
     "sentence",

@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core.batch import Batch
+from spec_jax.core.proposal import first_request
+from spec_jax.core.quick import quick_jit
 from spec_jax.core.topology import CHAIN_TOPOLOGY
 from spec_jax.decode import propose
 from spec_jax.decode.state import empty_slots
 from spec_jax.drafters.base import Drafter, Frozen, Rows
+from spec_jax.drafters.frozen import in_columns
 from spec_jax.evals.why.text import Text
-from spec_jax.objectives.vocabulary import row_logits
+from spec_jax.objectives.vocabulary import output_logits
 
 # Blocks of one training sequence in the visibility probe, one position apart.
 NUM_ANCHORS = 8
@@ -57,13 +60,6 @@ class Drafts:
     tokens_M: np.ndarray
     usable: int
     confidence_M: np.ndarray | None
-
-
-def quick_jit(function: Callable) -> Callable:
-    """Compiles quickly where that matters: a program here runs a few times."""
-    if jax.default_backend() != "cpu":
-        return jax.jit(function)
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Runner:
@@ -149,7 +145,7 @@ class Runner:
             )
         )
         if ids is not None:
-            logits = _scatter(logits, ids, self.frozen)
+            logits = in_columns(logits, ids, self.frozen)
         return Drafts(logits, tokens, int(usable), confidence)
 
     def serve(self, text: Text, anchor: int) -> Drafts:
@@ -176,12 +172,7 @@ def train_rows(drafter: Drafter, params, frozen: Frozen, batch: Batch):
     """The fields of `TrainRows`, on the device."""
     with jax.default_matmul_precision("highest"):
         out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
-        head_DU = frozen.head_DU if out.head_DU is None else out.head_DU
-        logits_XMU = row_logits(
-            head_DU, out.hidden_XMD, out.correction_EU, out.correction_XME
-        )
-        if out.selector is not None:
-            logits_XMU += out.selector.query_XME @ out.selector.successor_UE.T
+        logits_XMU = output_logits(out, frozen)
     anchors_X = out.anchors_BN.reshape(-1)
     return logits_XMU, out.labels_XM, out.valid_XM, anchors_X, out.confidence_XM
 
@@ -193,21 +184,4 @@ def proposal(drafter: Drafter, params, frozen: Frozen, state, anchor_B, length_B
         made, _ = drafter.propose(
             params, frozen, state, anchor_B, length_B, draw, CHAIN_TOPOLOGY
         )
-    confidence = made.confidence_logit_BM
-    return (
-        made.law.logits_BTV[0],
-        made.law.target_ids[0] if made.law.is_sparse else None,
-        made.tokens_BM[0],
-        made.usable_B[0],
-        None if confidence is None else confidence[0],
-    )
-
-
-def _scatter(logits_MC, ids_MC, frozen: Frozen) -> np.ndarray:
-    """Candidates' logits in the columns they are of; -inf elsewhere."""
-    columns_MC = ids_MC
-    if frozen.target_ids_U is not None:  # kept ids ascend
-        columns_MC = np.searchsorted(np.asarray(frozen.target_ids_U), ids_MC)
-    full_MU = np.full((len(logits_MC), frozen.head_DU.shape[1]), -np.inf, np.float32)
-    np.put_along_axis(full_MU, columns_MC, logits_MC, -1)
-    return full_MU
+    return first_request(made)
