@@ -47,6 +47,7 @@ def recipe_of(cfg: schema.BenchFamily, name: str) -> schema.Pipeline:
     train = dataclasses.replace(
         own.train,
         positions=cfg.positions,
+        starts=cfg.starts,
         max_minutes=0.0,
         eval_prompts=cfg.validation_prompts,
     )

@@ -221,9 +221,9 @@ def _plan_prompts(data: schema.Data, target: Target) -> int:
 def _plan_training(train: schema.Train, drafter) -> dict[str, Any]:
     """Steps and label slots: one is asked for, the other one follows."""
     minutes = {"minutes at most": train.max_minutes or "no limit"}
-    if train.positions:
-        steps = "as many as the label slots take"
-        return {"steps": steps, "label slots": train.positions, **minutes}
+    for what in ("positions", "starts"):
+        if asked := getattr(train, what):
+            return {"steps": f"as many as the {what} take", what: asked, **minutes}
     rows = train.batch * train.accumulation * train.steps
     options = drafter.options
     starts = getattr(options, "num_anchors", getattr(options, "num_starts", 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import shutil
@@ -36,17 +37,17 @@ from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import decoding
 from spec_jax.export import folder as export_folder
 from spec_jax.export import golden
-from spec_jax.nn.anchors import row_keys
 from spec_jax.objectives.records import ObjectiveOptions
 from spec_jax.parallel import mesh as mesh_lib
 from spec_jax.target.loading import Target
 from spec_jax.train import loop
 from spec_jax.train.metrics import progress_line
 from spec_jax.train.optimiser import OptimiserOptions
+from spec_jax.train.positions import steps_for
 
 OFFLINE_SLOTS = 64
 BUCKET = 64
-COUNTED_BATCHES = 8
+MAX_COUNTED_BATCHES = 512
 
 
 @dataclasses.dataclass
@@ -279,38 +280,28 @@ def data_options(cfg: schema.Pipeline) -> PipelineOptions:
     )
 
 
-def positions_per_step(
-    cfg: schema.Pipeline, drafter: Drafter, frozen: Frozen, store: FeatureStore
-) -> float:
-    """Mean supervised positions of a batch, over the first batches of the data."""
-    options = data_options(cfg)
-    batches = Pipeline(store, options, needs=drafter.needs)
-
-    @jax.jit
-    def count(params, frozen, batch, key_B):  # all but the counting is dead code
-        valid_XM = drafter.train_outputs(params, frozen, batch, key_B).valid_XM
-        return (valid_XM > 0).sum()
-
-    key_B = row_keys(jax.random.key(cfg.seed), options.batch_size)
-    params = drafter.init(jax.random.key(0))
-    try:
-        found = [
-            int(count(params, frozen, next(batches), key_B))
-            for _ in range(min(COUNTED_BATCHES, len(batches)))
-        ]
-    finally:
-        batches.close()
-    return float(np.mean(found))
-
-
 def num_steps(
     cfg: schema.Pipeline, drafter: Drafter, frozen: Frozen, store: FeatureStore
 ) -> int:
-    """Optimiser steps: as asked, or as many as the asked positions take."""
-    if not cfg.train.positions:
+    """Optimiser steps: as asked, or as many as the asked positions or starts take."""
+    asked = cfg.train.starts or cfg.train.positions
+    if not asked:
         return cfg.train.steps
-    each = positions_per_step(cfg, drafter, frozen, store)
-    return max(1, -(-cfg.train.positions // max(int(each), 1)))
+    options = data_options(cfg)
+    batches = Pipeline(store, options, needs=drafter.needs)
+    a_pass = max(1, len(batches.kept) // options.batch_size)
+    most = min(a_pass, MAX_COUNTED_BATCHES)
+    try:
+        return steps_for(
+            asked,
+            drafter,
+            frozen,
+            itertools.islice(batches, most),
+            cfg.seed,
+            starts=cfg.train.starts > 0,
+        )
+    finally:
+        batches.close()
 
 
 def train(

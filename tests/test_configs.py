@@ -176,7 +176,7 @@ def test_a_plan_counts_what_is_asked(tmp_path):
         "--config.train.positions=999",
         f"--config.data.samples={samples}",
     )
-    assert asked["training"]["label slots"] == 999
+    assert asked["training"]["positions"] == 999
     assert asked["data"]["prompts at most"] == 5
     both = plan("dspark", "--config.data.prompts=builtin")
     named = both["data"]["prompts at most"] - 256

@@ -30,6 +30,9 @@ starts EAGLE was served at 1.52 on the validation prompts, EAGLE-3 at 197 thousa
 at 1.54. Greedy self-instruct answers repeat themselves without looping by the
 8-gram rule, which lookup lives on; the drafters saw maths for the most part.
 
+Equal starts instead of equal positions (the ablation of that order):
+    --config.positions=0 --config.starts=197000 --config.drafters="('eagle','eagle3')"
+
 The word after the colon is the recipe whose drafters are trained ("smollm2", or
 "tiny" for a run of minutes).
 """

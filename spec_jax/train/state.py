@@ -42,8 +42,13 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
+def run_keys(seed: int):
+    """Keys `(rng, init)` of a run: of its steps, and of its first weights."""
+    return jax.random.split(jax.random.key(seed))
+
+
 def _build(drafter, optimiser, seed, use_ema, params):
-    rng, init_key = jax.random.split(jax.random.key(seed))
+    rng, init_key = run_keys(seed)
     if params is None:
         params = drafter.init(init_key)
     # Copies: neither what the caller holds nor one buffer twice may be donated.

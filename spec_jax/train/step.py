@@ -42,6 +42,11 @@ def _split(tree, accumulation: int, mesh: Mesh):
     return jax.tree.map(one, tree)
 
 
+def step_keys(rng, step, num_rows: int):
+    """Keys `[B]` of the rows of one step's global batch."""
+    return row_keys(jax.random.fold_in(rng, step), num_rows)
+
+
 def make_gradient(
     drafter: Drafter,
     loss: Callable,
@@ -70,7 +75,7 @@ def make_gradient(
 
     def gradient(params, frozen, batch, rng, step):
         num_rows = batch.tokens_BS.shape[0]
-        key_B = row_keys(jax.random.fold_in(rng, step), num_rows)
+        key_B = step_keys(rng, step, num_rows)
         progress = None if total_steps is None else step / total_steps
         if accumulation == 1:
             (numerator, aux), grads = value_and_grad(

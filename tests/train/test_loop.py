@@ -1,6 +1,7 @@
 """The loop: killed anywhere, resumed exactly; budgets; records; refusals."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ from spec_jax.train.metrics import (
     read_records,
 )
 from spec_jax.train.optimiser import OptimiserOptions
+from spec_jax.train.positions import steps_for
 from tests.train import toy
 
 OPTIONS = OptimiserOptions(lr=1e-2, total_steps=8)
@@ -65,6 +67,27 @@ def _train(folder, steps=8, data=toy.Data, evaluate=None, log=None, **options):
         evaluate=evaluate,
         log=log,
     )
+
+
+def test_asked_positions_are_reached_by_the_fewest_steps(tmp_path):
+    slots = _train(tmp_path / "all").slots
+    frozen, drafter = toy.make_frozen(), toy.make_drafter()
+
+    def steps(positions, batches=8):
+        data = itertools.islice(toy.Data(), batches)
+        return steps_for(positions, drafter, frozen, data, seed=0)
+
+    assert steps(int(slots)) == 8
+    five = int(_train(tmp_path / "five", steps=5).slots)
+    assert (steps(five), steps(five + 1)) == (5, 6)
+    # A start counts once, however many positions follow it.
+    eligible_B = toy.make_batch(0).supervised_BS.sum(1) - 1
+    first = int(np.minimum(eligible_B, toy.ANCHORS).sum())
+    for starts, asked in ((1, first), (2, first + 1)):
+        data = itertools.islice(toy.Data(), 2)
+        assert steps_for(asked, drafter, frozen, data, seed=0, starts=True) == starts
+    # Past what was counted: enough, and not many more.
+    assert 8 <= steps(int(slots), batches=6) <= 10
 
 
 def _work(folder, kill, tmp_path):

@@ -128,7 +128,8 @@ class BenchFamily(Common):
       drafters: names; each is trained as `recipe` says for it.
       recipe: the recipe file whose word after the colon names a drafter.
       temperatures: each prompt set is decoded at each of them; 0 is greedy.
-      positions: supervised positions of each drafter.
+      positions: supervised positions of each drafter; 0 counts `starts`.
+      starts: anchors, or starts of a chain of depths, of each drafter instead.
       validation_prompts: held-out prompts that choose the kept weights; the
         others are what is measured.
     """
@@ -145,6 +146,7 @@ class BenchFamily(Common):
     recipe: str = "configs/smollm2.py"
     temperatures: tuple[float, ...] = (0.0, 1.0)
     positions: int = 1_000_000
+    starts: int = 0
     validation_prompts: int = 8
     data: Data = Data()
     capture: Capture = Capture()
@@ -154,7 +156,14 @@ class BenchFamily(Common):
     def __post_init__(self):
         super().__post_init__()
         check(bool(self.drafters), "drafters", self.drafters, "is empty; name some")
-        at_least(1, "", self, "positions", "validation_prompts")
+        at_least(0, "", self, "positions", "starts")
+        at_least(1, "", self, "validation_prompts")
+        check(
+            bool(self.positions) != bool(self.starts),
+            "starts",
+            self.starts,
+            f"must be 0 where positions={self.positions} is not, and the reverse",
+        )
         check(
             self.validation_prompts < self.data.held_out,
             "validation_prompts",

@@ -40,6 +40,8 @@ class Train:
       steps: optimiser steps.
       positions: supervised positions to train on instead: the steps follow from
         what a batch of this data holds; 0 leaves `steps`.
+      starts: anchors, or starts of a chain of depths, to train on instead, however
+        many positions follow each; 0 leaves `positions`.
       batch: conversations of one micro-batch.
       accumulation: micro-batches of one step.
       seq_len: S, tokens of a padded row.
@@ -60,6 +62,7 @@ class Train:
 
     steps: int = 400
     positions: int = 0
+    starts: int = 0
     batch: int = 4
     accumulation: int = 1
     seq_len: int = 320
@@ -83,7 +86,14 @@ class Train:
         at_least(1, "train", self, "eval_new_tokens", "checkpoint_every")
         at_least(1, "train", self, "keep_checkpoints")
         at_least(2, "train", self, "seq_len")
-        at_least(0, "train", self, "weight_decay", "clip", "max_minutes", "positions")
+        at_least(0, "train", self, "weight_decay", "clip", "max_minutes")
+        at_least(0, "train", self, "positions", "starts")
+        check(
+            not (self.positions and self.starts),
+            "train.starts",
+            self.starts,
+            f"and train.positions={self.positions} both set the steps; set one to 0",
+        )
         share("train", self, "warmup_fraction")
         one_of("train", self, "schedule", ("cosine", "constant", "wsd"))
         one_of("train", self, "optimiser", ("adamw", "muon"))
