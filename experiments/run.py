@@ -56,6 +56,8 @@ def _run(argv: list[str]) -> int:
         words = loading.describe(cfg, common.base_of(cfg))
         print(f"# {recipe}, hash {loading.config_hash(cfg)}\n{words}")
         return 0
+    for name in cfg.imports:
+        import_own(name)
     task = importlib.import_module(f"experiments.{cfg.task}")
     session.prepare_jax(cfg.target.precision)
     workdir = pathlib.Path(options.workdir or session.default_workdir(recipe, cfg))
@@ -73,6 +75,21 @@ def _run(argv: list[str]) -> int:
     else:
         session.run_task(task, cfg, recipe, workdir)
     return 0
+
+
+def import_own(name: str) -> None:
+    """Imports a module that the recipe names.
+
+    Raises:
+      UserError: there is none, or it does not load.
+    """
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise UserError(
+            f"imports={name!r} cannot be imported ({error}); give the dotted path of a "
+            "module that this Python finds"
+        ) from error
 
 
 def parse(argv: list[str]) -> tuple[Any, str]:

@@ -22,9 +22,9 @@ class AutoOff:
     """Limits past which a request decodes plainly.
 
     Attributes:
-      min_accept_length: off for good once the mean of r + 1 over the last
-        `rounds` rounds with drafts is below this; 0 is never.
-      rounds: length of that moving mean.
+      min_accept_length: off for good once the accept length of the last `rounds`
+        rounds with drafts is below this; 0 is never.
+      rounds: how many rounds that is estimated from.
       max_active: off while more requests than this decode together; None: never.
       max_context: off for good once prompt and answer are longer; None: never.
     """
@@ -50,22 +50,42 @@ class AutoOff:
                 )
 
 
+def accept_length(rounds: Sequence[tuple[int, int]]) -> float:
+    """Mean r + 1 of whole windows, estimated from windows that may have been cut.
+
+    A window that a budget cut says nothing of the drafts behind the cut: each draft
+    counts where it was verified, and their rates multiply (the product-limit
+    estimate, Kaplan and Meier 1958). Of whole windows it is the plain mean.
+
+    Args:
+      rounds: (accepted, verified) drafts of each round.
+    """
+    survival = length = 1.0
+    for position in range(max((verified for _, verified in rounds), default=0)):
+        tested = [r for r, verified in rounds if verified > position <= r]
+        if not tested:
+            break
+        survival *= sum(r > position for r in tested) / len(tested)
+        length += survival
+    return length
+
+
 def reason_off(
-    limits: AutoOff, accepted: Sequence[int], length: int, active: int
+    limits: AutoOff, rounds: Sequence[tuple[int, int]], length: int, active: int
 ) -> str | None:
     """Why a request should decode plainly now, or None.
 
     Args:
       limits: the options.
-      accepted: r of its rounds with drafts, oldest first.
+      rounds: (accepted, verified) drafts of its rounds with drafts, oldest first.
       length: its booked tokens, prompt and answer.
       active: requests that decode together.
     """
     if limits.max_context is not None and length > limits.max_context:
         return CONTEXT
-    recent = accepted[-limits.rounds :]
-    made = sum(recent) + len(recent)
-    if len(recent) == limits.rounds and made < limits.min_accept_length * len(recent):
+    recent = rounds[-limits.rounds :]
+    collapsed = accept_length(recent) < limits.min_accept_length
+    if len(recent) == limits.rounds and collapsed:
         return ACCEPTANCE
     if limits.max_active is not None and active > limits.max_active:
         return LOAD

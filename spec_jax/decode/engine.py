@@ -293,9 +293,9 @@ class Engine:
                 generation.drafted.append(drafted)
                 self._counts["accepted"] += accepted
                 if drafted and self.options.auto_off is not None:
-                    job.drafted_accepted.append(accepted)
-                    if len(job.drafted_accepted) > self.options.auto_off.rounds:
-                        job.drafted_accepted.popleft()
+                    job.drafted_rounds.append((accepted, drafted))
+                    if len(job.drafted_rounds) > self.options.auto_off.rounds:
+                        job.drafted_rounds.popleft()
             if job.settings.logprobs and new:
                 row = 0 if kind == "first" else slot
                 book_logprobs(job, len(new), row, result.logprobs)
@@ -348,7 +348,7 @@ class Engine:
             if not job.settings.speculate or job.settings.num_draft is not None:
                 continue
             reason: str | None = job.off or reason_off(
-                limits, list(job.drafted_accepted), job.length, len(self._running)
+                limits, list(job.drafted_rounds), job.length, len(self._running)
             )
             if reason and job.speculating:
                 self._counts[f"auto_off_{reason}"] += 1

@@ -42,7 +42,7 @@ class Job:
       speculating: its drafter is on now.
       off: why it is off for good, or "".
       filled: rows filled of what it has to fill.
-      drafted_accepted: r of its rounds with drafts, the newest few.
+      drafted_rounds: (accepted, verified) of its rounds with drafts, the newest few.
     """
 
     handle: int
@@ -52,7 +52,7 @@ class Job:
     speculating: bool
     off: str = ""
     filled: int = 0
-    drafted_accepted: collections.deque = dataclasses.field(
+    drafted_rounds: collections.deque = dataclasses.field(
         default_factory=collections.deque
     )
 

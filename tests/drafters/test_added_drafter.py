@@ -91,3 +91,10 @@ def test_a_recipe_trains_exports_and_decodes_with_it(folder):
     )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "'mine.good', which is not imported" in refused.stderr
+    assert "--config.imports=" in refused.stderr
+    words = (*words, "--config.prompt=hello", f"--config.drafter={folder}/w/export")
+    served = run(folder, *words, "--config.imports=('mine.good',)")
+    assert served.returncode == 0, served.stderr
+    assert "accept length" in served.stdout
+    lost = run(folder, *words, "--config.imports=('mine.lost',)")
+    assert lost.returncode == 2 and "imports='mine.lost'" in lost.stderr

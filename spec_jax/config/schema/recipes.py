@@ -20,12 +20,15 @@ class Common:
       seed: of every random stream.
       max_load: share of the machine that other processes may use while this run
         measures; above it the report says `valid: false`.
+      imports: modules to import first: where drafters of your own live, so that
+        their folders can be read.
       target: the target.
     """
 
     task: str = "pipeline"
     seed: int = 0
     max_load: float = 0.15
+    imports: tuple[str, ...] = ()
     target: Target = Target()
 
     def __post_init__(self):

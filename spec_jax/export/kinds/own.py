@@ -95,7 +95,7 @@ def path_in(config: Mapping[str, Any], where: str) -> str:
     if "." in path and path not in sys.modules:
         raise UserError(
             f"{where}: its drafter is the module {path!r}, which is not imported; "
-            "import it first if you trust it"
+            f"if you trust it, import it first (--config.imports=\"('{path}',)\")"
         )
     return path
 
