@@ -58,11 +58,20 @@ def base_of(recipe: Any) -> dict[str, Any]:
     return base(recipe.task, name).to_dict()
 
 
+def set_options(config: ml_collections.ConfigDict, **values: Any) -> None:
+    """Sets those of the drafter's options that this drafter has.
+
+    One recipe serves every drafter of the family, and one from elsewhere: the
+    values say how large each kind is to be, and other kinds' are left out.
+    """
+    options = config.drafter.options
+    options.update({name: v for name, v in values.items() if name in options})
+
+
 def smollm2_drafter(config: ml_collections.ConfigDict) -> None:
     """Makes the recipe's target SmolLM2 and its drafter one for SmolLM2."""
     config.target.source = SMOLLM2
-    if "mask_id" in config.drafter.options:
-        config.drafter.options.mask_id = SMOLLM2_MASK_ID
+    set_options(config, mask_id=SMOLLM2_MASK_ID)
 
 
 def qwen3(config: ml_collections.ConfigDict, source: str) -> None:
@@ -81,8 +90,9 @@ def qwen3(config: ml_collections.ConfigDict, source: str) -> None:
     config.train.warmup_fraction = 0.04
     config.export.dtype = "bfloat16"
     options = config.drafter.options
-    if "mask_id" in options:
-        options.mask_id = QWEN3_MASK_ID
+    set_options(config, mask_id=QWEN3_MASK_ID)
+    # 128 blocks of 7: half a gigabyte of logits over the whole vocabulary at a time.
+    config.objective.chunk_rows = 128 * 7
     if name in ("dflash", "dspark", "dflash2"):
         options.num_layers = 5
         options.num_anchors = 512

@@ -2,6 +2,9 @@
 
     python -m experiments.run
 
+Another drafter of the family: configs/quickstart.py:eagle3 (eagle, dspark, dflash2;
+lookup has nothing to train).
+
 Synthesises prompts, lets the target answer them, captures its features, trains
 a small drafter for a few minutes, exports it, loads the folder again and decodes
 held-out prompts with and without it.
@@ -18,7 +21,8 @@ from configs import common
 
 
 def get_config(arg=""):
-    config = common.base("pipeline", arg or "dflash")
+    name = arg or "dflash"
+    config = common.base("pipeline", name)
     common.smollm2_drafter(config)
     # A narrow task: a drafter of 5 M parameters learns it in minutes.
     config.data.synth_openings = ("Write a short story about", "Tell me a story about")
@@ -28,12 +32,19 @@ def get_config(arg=""):
     config.data.max_tokens = 192
     config.data.held_out = 12
     config.data.greedy_share = 1.0
+    # Of greedy text every label is the target's favourite.
+    config.objective.teacher_rows = "label"
     config.capture.batch = 16
     config.drafter.draft_vocab = 4096
-    config.drafter.options.num_layers = 1
-    config.drafter.options.num_draft = 3
-    config.drafter.options.num_anchors = 32
-    config.objective.decay_gamma = 4.0
+    common.set_options(
+        config, num_layers=1, num_draft=3, ttt_length=3, num_anchors=32, num_starts=32
+    )
+    config.objective.decay_gamma = 4.48 if name == "eagle3" else 4.0
+    if name == "eagle":  # a start is one position, not a block of them
+        config.drafter.options.num_starts = 96
+    if name == "dspark":  # the published weights stall on little data
+        config.objective.ce = 1.0
+        config.objective.l1 = 0.25
     config.train.seq_len = 192
     config.train.batch = 8
     config.train.steps = 400

@@ -24,15 +24,10 @@ def get_config(arg=""):
     config.data.max_tokens = 96
     config.data.held_out = 8
     config.capture.batch = 16
-    config.drafter.options.num_draft = 4
-    if name in ("dflash", "dspark", "dflash2"):
-        config.drafter.options.num_layers = 1
-        config.drafter.options.num_anchors = 12
+    common.set_options(config, num_draft=4, num_layers=1, num_anchors=12, num_starts=24)
     if name == "dspark":
         config.objective.ce = 1.0
         config.objective.l1 = 0.25
-    if name in ("eagle", "eagle3"):
-        config.drafter.options.num_starts = 24
     config.train.seq_len = 96
     config.train.batch = 8
     config.train.steps = 200

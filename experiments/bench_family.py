@@ -12,17 +12,22 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import rich.console
 import rich.table
 
-from experiments import serving, session, training
-from experiments.training import Clock, say
+from experiments import serving, session, synthesis, synthesis_prompts, training
+from experiments.clock import Clock
+from experiments.training import say
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
-from spec_jax.evals import comparison
+from spec_jax.decode.options import room_of
+from spec_jax.drafters.base import Drafter
+from spec_jax.evals import comparison, teacher_forced
+from spec_jax.target.loading import Target
 
 BASELINE = "lookup"
 
@@ -62,6 +67,93 @@ def recipe_of(cfg: schema.BenchFamily, name: str) -> schema.Pipeline:
     )
 
 
+def shared_planes(
+    capture: schema.Capture, drafters: Iterable[Drafter]
+) -> schema.Capture:
+    """What the one store keeps: the layers of all drafters, and the teacher."""
+    needs = [drafter.needs for drafter in drafters]
+    ids = capture.layer_ids or tuple(sorted({i for n in needs for i in n.layer_ids}))
+    teacher = capture.teacher or any(n.teacher for n in needs)
+    return dataclasses.replace(capture, layer_ids=ids, teacher=teacher)
+
+
+def shared_mask(data: schema.Data, drafters: Iterable[Drafter]) -> int:
+    """The token that no prompt may hold, -1 for none.
+
+    Raises:
+      UserError: the recipe names none and the drafters have several.
+    """
+    masks = {serving.mask_id_of(drafter) for drafter in drafters} - {-1}
+    if data.mask_id >= 0 or not masks:
+        return data.mask_id
+    if len(masks) > 1:
+        raise UserError(
+            f"data.mask_id={data.mask_id} leaves the mask to the drafters, and they "
+            f"have several, {sorted(masks)}; give them one drafter.options.mask_id"
+        )
+    return masks.pop()
+
+
+def check_family(
+    cfg: schema.BenchFamily,
+    recipes: dict[str, schema.Pipeline],
+    drafters: dict[str, Drafter],
+    target: Target,
+) -> None:
+    """Refuses, before any work, what would end it late.
+
+    Raises:
+      UserError: no temperature; what `training.check_early` refuses; a layer that
+        the store lacks; or answers that are longer than a slot.
+    """
+    if not cfg.temperatures:
+        raise UserError("temperatures=() is empty; name some (0 is greedy)")
+    prompt = cfg.data.max_tokens - cfg.data.max_new_tokens
+    for name, recipe in recipes.items():
+        drafter = drafters[name]
+        training.check_early(recipe, target, drafter)
+        training.capture_schema(recipe, drafter)
+        serve = recipe.serve
+        trained = serve.num_draft or drafter.layout.num_draft
+        window = serving.topology_of(serve).window(trained)
+        room = room_of(serve.max_context, window, target.spec)
+        if prompt + cfg.bench.max_new_tokens > room:
+            raise UserError(
+                f"bench.max_new_tokens={cfg.bench.max_new_tokens} and prompts of up to "
+                f"{prompt} tokens are more than the {room} a slot of {name} can hold; "
+                f"lower it, or raise serve.max_context={serve.max_context}"
+            )
+
+
+def measured_prompts(
+    cfg: schema.BenchFamily, made: synthesis.Synthesis
+) -> dict[str, list[list[int]]]:
+    """The held-out prompts of each set that are decoded.
+
+    The first few choose each drafter's weights; they measure nothing.
+
+    Raises:
+      UserError: nothing is left of a set.
+    """
+    prompts = synthesis_prompts.read_prompts(cfg.data)
+    named = {synthesis_prompts.set_of(p.source) for p in prompts}
+    held = list(zip(made.held_out, made.held_out_sets, strict=True))
+    sets: dict[str, list] = {which: [] for _, which in held}
+    # Of every named file some are held out, as far as it has any.
+    sets |= {which: [] for which in sorted(named - set(sets))}
+    for ids, which in held[cfg.validation_prompts :]:
+        sets[which].append(list(ids))
+    for which, left in sets.items():
+        if not left:
+            raise UserError(
+                f"data.held_out={cfg.data.held_out} leaves no prompt of {which!r} to "
+                f"measure: {len(held)} prompts are held out, and the first "
+                f"validation_prompts={cfg.validation_prompts} choose weights; raise "
+                "data.held_out, add prompts, or lower validation_prompts"
+            )
+    return sets
+
+
 def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains what is not trained yet, decodes, and prints the table."""
     target, params = serving.load_serving_target(cfg.target)
@@ -72,26 +164,28 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
         ),
     )
     recipes = {name: recipe_of(cfg, name) for name in cfg.drafters}
-    for recipe in recipes.values():
-        training.check_early(recipe, target, serving.new_drafter(recipe, target))
+    drafters = {n: serving.new_drafter(recipe, target) for n, recipe in recipes.items()}
+    cfg = dataclasses.replace(
+        cfg, capture=shared_planes(cfg.capture, drafters.values())
+    )
+    recipes = {name: recipe_of(cfg, name) for name in cfg.drafters}
+    check_family(cfg, recipes, drafters, target)
+    # One text and one draft vocabulary for all.
+    mask_id = shared_mask(cfg.data, drafters.values())
+    first = recipes[cfg.drafters[0]]
+    prepared = training.prepare(first, target, params, mask_id, workdir)
+    sets = measured_prompts(cfg, prepared.made)
     metrics: dict[str, Any] = {}
-    prepared = None
     for name, recipe in recipes.items():
         folder = workdir / name
         folder.mkdir(parents=True, exist_ok=True)
         say(f"== {name}")
-        if prepared is None:
-            # One text and one draft vocabulary for all.
-            prepared = training.prepare(
-                recipe, target, params, recipe.data.mask_id, workdir
-            )
         clock = Clock(folder / "seconds.json")
         made = training.make_drafter(recipe, prepared, folder, clock)
-        metrics[name] = training_facts(made, prepared)
-    assert prepared is not None
+        metrics[name] = training_facts(made, prepared, folder)
     for name, recipe in recipes.items():
-        found = decode_sets(cfg, prepared, recipe, workdir / name / "export", name)
-        metrics[name] |= found
+        export = workdir / name / "export"
+        metrics[name] |= decode_sets(cfg, prepared, recipe, export, name, sets)
     print_table(metrics)
     acceptance = {
         name: next(iter(found["sets"].values()))["greedy"]["accept_by_position"]
@@ -104,10 +198,20 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def training_facts(made: training.Made, prepared: training.Prepared) -> dict[str, Any]:
-    """Positions, tokens, seconds and parameters of one drafter."""
-    result = made.result
+def training_facts(
+    made: training.Made, prepared: training.Prepared, folder: pathlib.Path
+) -> dict[str, Any]:
+    """Positions, tokens, seconds and parameters of one drafter, and its last metrics.
+
+    `teacher_forced` are those of the kept weights (`evals.teacher_forced`): what
+    drafts would do behind the text's own tokens.
+    """
+    result, forced = made.result, {}
+    if result:
+        records = folder / "train" / "metrics.jsonl"
+        forced = teacher_forced.read(records, result.best_step)
     return {
+        "teacher_forced": forced,
         "params": sum(x.size for x in jax.tree.leaves(made.params)),
         "train_positions": result.slots if result else 0,
         "unique_tokens": prepared.made.answer_tokens if result else 0,
@@ -118,19 +222,13 @@ def training_facts(made: training.Made, prepared: training.Prepared) -> dict[str
     }
 
 
-def decode_sets(cfg, prepared, recipe, folder, name) -> dict[str, Any]:
+def decode_sets(cfg, prepared, recipe, folder, name, sets) -> dict[str, Any]:
     """Accept lengths and speed-ups of one drafter on every set and temperature."""
     target, params = prepared.target, prepared.params
     exported = serving.load_drafter(str(folder), target)
     serve = training.one_by_one(recipe.serve)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported, plain=False)
-    sets: dict[str, list] = {}
-    made = prepared.made
-    held = list(zip(made.held_out, made.held_out_sets, strict=True))
-    # The first few chose each drafter's weights; they measure nothing.
-    for ids, which in held[cfg.validation_prompts :]:
-        sets.setdefault(which, []).append(list(ids))
     found: dict[str, Any] = {}
     for which, prompts in sets.items():
         found[which] = {}
@@ -177,17 +275,21 @@ def verdicts(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(metrics: dict[str, Any]) -> None:
-    """Accept length (speed-up) of every drafter, set and temperature."""
+    """Accept length (speed-up) of every drafter, set and temperature.
+
+    Beside them the teacher-forced accept length of training's own text.
+    """
     columns = [
         (which, kind)
         for which, kinds in next(iter(metrics.values()))["sets"].items()
         for kind in kinds
     ]
-    table = rich.table.Table("drafter", "parameters", "positions", "train s")
+    table = rich.table.Table("drafter", "parameters", "positions", "train s", "forced")
     for which, kind in columns:
         table.add_column(f"{which}, {kind}")
     for name, found in metrics.items():
-        cells = []
+        cells, forced = [], found["teacher_forced"]
+        forced = forced.get("walk_accept_length", forced.get("accept_length"))
         for which, kind in columns:
             one = found["sets"][which][kind]
             length, speed = one["accept_length"], one["speedup"]
@@ -197,6 +299,7 @@ def print_table(metrics: dict[str, Any]) -> None:
             f"{found['params']:,}",
             f"{found['train_positions']:,.0f}",
             f"{found['train_wall_s']:.0f}",
+            "-" if forced is None else f"{forced:.2f}",
             *cells,
         )
     rich.console.Console().print(table)

@@ -18,7 +18,7 @@ import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -238,16 +238,45 @@ def compile_programs(
     widths: list[int],
 ) -> dict[tuple[str, str], Program]:
     """What is timed, by (name, sampling), in the order of one turn."""
-    spec, taps = target.spec, drafter.needs.layer_ids
-    options = round_options(cfg)
-    slots = jax.eval_shape(lambda: _slots(cfg, spec.vocab_size, GREEDY))
+    taps, options = drafter.needs.layer_ids, round_options(cfg)
+    programs = target_programs(cfg, target, weights, state, widths, taps)
+    plain = programs["plain", GREEDY]
+
+    def whole_round(weights, state):
+        return step.round_step(target.spec, drafter, taps, options, weights, state)
+
     abstract = jax.eval_shape(lambda x: x, state)
+    whole = jax.jit(whole_round, donate_argnums=1).lower(weights, abstract).compile()
+
+    def run_round(state, slots):
+        return whole(weights, state.replace(slots=slots))
+
+    drafting = draft_program(cfg, drafter, weights, state, GREEDY)
+    for kind in (GREEDY, SAMPLED):
+        programs["draft", kind] = dataclasses.replace(drafting, sampling=kind)
+        programs["round", kind] = Program(run_round, whole, kind)
+    programs["plain", SAMPLED] = dataclasses.replace(plain, sampling=SAMPLED)
+    return programs
+
+
+def target_programs(
+    cfg: schema.BenchRound,
+    target: Target,
+    weights: Weights,
+    state: DecodeState,
+    widths: Sequence[int],
+    taps: tuple[int, ...],
+) -> dict[tuple[str, str], Program]:
+    """A plain step and a verify of each width, features of `taps` kept."""
+    spec, options = target.spec, round_options(cfg)
+    slots = jax.eval_shape(lambda: _slots(cfg, spec.vocab_size, GREEDY))
+    cache = jax.eval_shape(lambda x: x, state.cache)
     batch = cfg.serve.slots
 
-    def aot(function, donated, *args):
-        """Compiles `function(weights, donated part, ...)`."""
-        argnums = (1,) if donated else ()
-        return jax.jit(function, donate_argnums=argnums).lower(weights, *args).compile()
+    def aot(function, *args):
+        """Compiles `function(weights, cache, ...)`; the cache is donated."""
+        jitted = jax.jit(function, donate_argnums=1)
+        return jitted.lower(weights, cache, *args).compile()
 
     def plain_step(weights, cache, slots):
         before = DecodeState(cache, None, slots)
@@ -256,7 +285,7 @@ def compile_programs(
         )
         return after.cache, result
 
-    plain = aot(plain_step, True, abstract.cache, slots)
+    plain = aot(plain_step, slots)
 
     def run_plain(state, slots):
         cache, result = plain(weights, state.cache, slots)
@@ -274,7 +303,7 @@ def compile_programs(
             )
             return output.cache, (logits_BWV, output.features_BTLD)
 
-        verify = aot(verify_only, True, abstract.cache, slots, drafts_BM, full_B)
+        verify = aot(verify_only, slots, drafts_BM, full_B)
 
         def run_verify(state, slots):
             cache, rows = verify(weights, state.cache, slots, drafts_BM, full_B)
@@ -282,23 +311,36 @@ def compile_programs(
 
         return Program(run_verify, verify, GREEDY)
 
-    def whole_round(weights, state):
-        return step.round_step(spec, drafter, taps, options, weights, state)
-
-    whole = aot(whole_round, True, abstract)
-
-    def run_round(state, slots):
-        return whole(weights, state.replace(slots=slots))
-
     programs = {("plain", GREEDY): Program(run_plain, plain, GREEDY)}
     for width in widths:
         programs[f"verify{width}", GREEDY] = verify_program(width)
-    drafting = draft_program(cfg, drafter, weights, state, GREEDY)
-    for kind in (GREEDY, SAMPLED):
-        programs["draft", kind] = dataclasses.replace(drafting, sampling=kind)
-        programs["round", kind] = Program(run_round, whole, kind)
-    programs["plain", SAMPLED] = Program(run_plain, plain, SAMPLED)
     return programs
+
+
+def verify_times(
+    cfg: schema.BenchRound,
+    target: Target,
+    params: Any,
+    widths: Sequence[int],
+    taps: tuple[int, ...] = (),
+) -> dict[int, float]:
+    """Milliseconds of a verify of each width, a plain step's under 1; medians.
+
+    A tree of as many rows has other masks and positions, and the same sizes.
+
+    Args:
+      cfg: `bench` says how, `serve` the slots and their length.
+      target: the target; only its spec is read.
+      params: its parameters in the serving layout.
+      widths: rows W of a verify, above 1.
+      taps: layers whose features a round keeps.
+    """
+    state = _live_state(cfg, target, None)
+    weights = Weights(params)
+    programs = target_programs(cfg, target, weights, state, widths, taps)
+    times, _ = _run_in_turn(cfg, target, programs, state)
+    ms = {1: statistics.median(times["plain", GREEDY])}
+    return ms | {w: statistics.median(times[f"verify{w}", GREEDY]) for w in widths}
 
 
 def cache_copies(compiled: Any, state: DecodeState) -> int:
@@ -334,10 +376,11 @@ def _run_in_turn(cfg, target, programs: Mapping, state: DecodeState):
     return times, emitted
 
 
-def _live_state(cfg: schema.BenchRound, target: Target, drafter: Drafter):
+def _live_state(cfg: schema.BenchRound, target: Target, drafter: Drafter | None):
     """Caches whose first `bench.context` rows count; what they hold is random."""
-    cache = init_cache(target.spec, cfg.serve.slots, cfg.serve.max_context)
-    draft = drafter.init_state(cfg.serve.slots, cfg.serve.max_context)
+    size = cfg.serve.slots, cfg.serve.max_context
+    cache = init_cache(target.spec, *size)
+    draft = None if drafter is None else drafter.init_state(*size)
     rng = np.random.default_rng(cfg.seed)
 
     def fill(leaf):

@@ -12,10 +12,12 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments import bench_decode, serving, training
+from experiments import bench_decode, bench_round, serving, training
 from spec_jax.config import schema
 from spec_jax.data import prompts as prompt_files
 from spec_jax.evals import comparison
+from spec_jax.export.folder import Exported
+from spec_jax.target.loading import Target
 
 
 def serves(cfg: schema.BenchTree) -> dict[str, schema.Serve]:
@@ -29,6 +31,34 @@ def serves(cfg: schema.BenchTree) -> dict[str, schema.Serve]:
     return found
 
 
+def verify_costs(
+    cfg: schema.BenchTree, target: Target, params: Any, exported: Exported
+) -> dict[str, dict[str, float]]:
+    """`verify_ms` and `verify_over_plain` of each choice of `serves`, by name.
+
+    Raises:
+      UserError: the widest verify does not fit behind `bench.context`.
+    """
+    trained = exported.drafter.layout.num_draft
+    windows = {
+        name: serving.topology_of(serve).window(trained)
+        for name, serve in serves(cfg).items()
+    }
+    widths = tuple(sorted({*windows.values()} - {1}))
+    timed = schema.BenchRound(
+        seed=cfg.seed,
+        target=cfg.target,
+        serve=dataclasses.replace(serves(cfg)["chain"], temperature=1.0),
+        bench=dataclasses.replace(cfg.bench, widths=(1, *widths)),
+    )
+    taps = exported.drafter.needs.layer_ids
+    ms = bench_round.verify_times(timed, target, params, widths, taps)
+    return {
+        name: {"verify_ms": ms[w], "verify_over_plain": ms[w] / ms[1]}
+        for name, w in windows.items()
+    }
+
+
 def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
     """Decodes each set with each topology; one dictionary per set."""
     del workdir
@@ -36,6 +66,8 @@ def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
     target, params = serving.load_serving_target(cfg.target)
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
     choices = serves(cfg)
+    training.say("verifies of as many rows")
+    costs = verify_costs(cfg, target, params, exported)
     plain = serving.make_engine(target, params, training.one_by_one(cfg.serve))
     engines = {
         name: serving.make_engine(target, params, serve, exported, plain=False)
@@ -61,7 +93,7 @@ def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
             found["window"] = engine.window
             found["round_ms"] = 1e3 * sum(d.seconds for d in ours) / max(rounds, 1)
             found["round_over_plain"] = found["round_ms"] / (1e3 * step_s)
-            metrics[which][name] = found
+            metrics[which][name] = found | costs[name]
             acceptance[f"{which}, {name}"] = found["accept_by_position"]
     if absent:
         metrics["left_out"] = ", ".join(absent)

@@ -77,8 +77,6 @@ def main(cfg: schema.Generate, workdir: pathlib.Path) -> None:
         drafter = serving.load_drafter(
             cfg.drafter, target, num_draft=cfg.serve.num_draft
         )
-        for note in drafter.notes:
-            print(f"note: {note}", file=sys.stderr)
     mask_id = serving.mask_id_of(drafter.drafter) if drafter else -1
     window = 1
     if drafter:

@@ -16,18 +16,21 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import rich.console
-import rich.table
 
-from experiments import bench_round, serving, synthesis, training
-from experiments.training import Clock, say
+from experiments import (
+    bench_round,
+    clock,
+    pipeline_inspect,
+    serving,
+    synthesis_prompts,
+    training,
+)
+from experiments.training import say
 from spec_jax.config import schema
-from spec_jax.core import block_layout
 from spec_jax.data import samples as sample_files
 from spec_jax.data.store import check_disk, plan_bytes
-from spec_jax.evals import comparison, decoding
+from spec_jax.drafters.base import Drafter
+from spec_jax.evals import comparison, decoding, teacher_forced
 from spec_jax.target.loading import Target
 from spec_jax.train import loop
 from spec_jax.train.metrics import read_records
@@ -37,7 +40,7 @@ COST_REPEATS = 8
 
 def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs what is missing and measures; returns the report's metrics."""
-    clock = Clock(workdir / "seconds.json")
+    seconds = clock.Clock(workdir / clock.NAME)
     started = time.monotonic()
     target, params = serving.load_serving_target(cfg.target)
     drafter = serving.new_drafter(cfg, target)
@@ -45,20 +48,23 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     say(f"target {target.spec.name}: {target.fingerprint[:12]}")
     mask_id = serving.mask_id_of(drafter)
     prepared = training.prepare(cfg, target, params, mask_id, workdir)
-    made = training.make_drafter(cfg, prepared, workdir, clock)
+    made = training.make_drafter(cfg, prepared, workdir, seconds)
     metrics, series = evaluate(cfg, prepared, workdir)
     metrics["round_costs"], series["cost"] = cost_split(
-        cfg, target, params, made.drafter, metrics["accept_length"] or 1.0
+        cfg, prepared, made.drafter, metrics["accept_length"] or 1.0
     )
     losses, trained = [], {}
     if made.result is not None:
         records = read_records(workdir / "train" / "metrics.jsonl")
         losses = [[r["step"], r["loss"]] for r in records if "loss" in r]
         trained = training_metrics(made.result, losses)
+        trained["teacher_forced"] = teacher_forced.read(
+            workdir / "train" / "metrics.jsonl", made.result.best_step
+        )
         series["accept_length"] = {
             "held-out, served": [[h["step"], h["metric"]] for h in made.result.history]
         }
-    parts, samples = clock.read(), prepared.made
+    parts, samples = seconds.read(), prepared.made
     metrics |= trained | {
         "export_parity_max_abs": made.parity_max_abs,
         "params": sum(x.size for x in jax.tree.leaves(made.params)),
@@ -123,17 +129,27 @@ def evaluate(cfg, prepared: training.Prepared, workdir) -> tuple[dict, dict]:
     return summary, {"acceptance": acceptance, "samples": samples}
 
 
-def cost_split(cfg, target, params, drafter, accept_length: float):
+def cost_split(
+    cfg: schema.Pipeline,
+    prepared: training.Prepared,
+    drafter: Drafter,
+    accept_length: float,
+):
     """Medians of a round's parts at a middling context, and per emitted token.
 
-    Times do not depend on the drafter's weights, so random ones are timed.
+    Times do not depend on the drafter's weights, so random ones are timed, over as
+    many tokens as the trained one may propose: what the answers hold, which is at
+    most what the recipe asks for.
     """
+    target, vocab = prepared.target, prepared.vocab
     drafter = serving.with_num_draft(drafter, cfg.serve.num_draft, target)
     window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
     timed = schema.BenchRound(
         seed=cfg.seed,
         target=cfg.target,
-        drafter=cfg.drafter,
+        drafter=dataclasses.replace(
+            cfg.drafter, draft_vocab=vocab.size if vocab else 0
+        ),
         serve=dataclasses.replace(
             training.one_by_one(cfg.serve),
             temperature=1.0,
@@ -148,7 +164,7 @@ def cost_split(cfg, target, params, drafter, accept_length: float):
             context=cfg.serve.max_context // 2,
         ),
     )
-    found = bench_round.measure(timed, target, params, drafter, standard=False)
+    found = bench_round.measure(timed, target, prepared.params, drafter, standard=False)
     verify = found["verify_ms"][str(window)]
     split = {
         "plain": {"verify": found["plain_step_ms"]},
@@ -214,7 +230,7 @@ def _plan_prompts(data: schema.Data, target: Target) -> int:
     """Conversations to train on, before any is found too long."""
     if data.samples:
         return len(sample_files.read_file(data.samples, target.spec.vocab_size))
-    named = len(synthesis.read_prompts(data)) if data.train_on_prompts else 0
+    named = len(synthesis_prompts.read_prompts(data)) if data.train_on_prompts else 0
     return data.num_synth_prompts + min(named, data.max_file_prompts or named)
 
 
@@ -236,26 +252,6 @@ def _plan_training(train: schema.Train, drafter) -> dict[str, Any]:
 
 
 def inspect(cfg: schema.Pipeline, workdir: pathlib.Path) -> None:
-    """Prints one conversation of a batch token by token."""
-    target, params = serving.load_serving_target(cfg.target)
-    drafter = serving.new_drafter(cfg, target)
-    mask_id = serving.mask_id_of(drafter)
-    prepared = training.prepare(cfg, target, params, mask_id, workdir)
-    sample = prepared.made.train[0]
-    console = rich.console.Console(highlight=False)
-    table = rich.table.Table("position", "token", "text", "feature", "supervised")
-    for position, token in enumerate(sample.tokens):
-        table.add_row(
-            str(position),
-            str(token),
-            repr(target.tokenizer.decode([token])),
-            f"layers {drafter.needs.layer_ids}" if position == 0 else "same",
-            "yes" if position >= sample.prompt_len else "",
-        )
-    console.print(table)
-    anchor = jnp.asarray([sample.prompt_len])
-    labels = np.asarray(block_layout.label_positions(drafter.layout, anchor))[0]
-    console.print(
-        f"anchor at {sample.prompt_len}: sees features below {sample.prompt_len}, "
-        f"labels at {labels.tolist()}"
-    )
+    """Prints a small batch token by token; the run's own folder is left alone."""
+    del workdir
+    pipeline_inspect.show(cfg)

@@ -23,10 +23,24 @@ class RoundLog:
     """Rows of an engine's rounds, in the order they ran.
 
     A row has `round`, `draft`, `R`, `K`, `T` (of the chosen program and budget; a
-    plain step has K = 0), `planned` (requests that share K), `verify_lens`,
-    `raw_accepted`, `accepted` and `emitted` of the live slots, `not_ready`, `stale`
-    (requests without history), `filled` (a prompt may have been filled before it:
-    that time is in the round's), `predicted_s` and `measured_s`.
+    plain step has K = 0), `planned` (requests that share K), the lists below,
+    `not_ready`, `stale` (requests without history), `filled` (a prompt may have been
+    filled before it: that time is in the round's), `predicted_s` and `measured_s`.
+
+    The lists have one value for each live slot; lengths that are easily taken for
+    one another stay apart (article 5.6):
+
+        requests      its handle
+        verify_lens   rows verified, the anchor included
+        cutoff        drafts the plan let through, verify_len - 1
+        raw_accepted  drafts the target accepted, whatever the plan
+        accepted      r, of them those inside the cutoff
+        trim          raw_accepted - accepted
+        bonus         the next token follows full acceptance; else it is a correction
+        committed     rows of KV and features that became history: the anchor's and
+                      those of r, fewer where the answer ended inside them
+        block         committed + trim
+        emitted       tokens that came out: as many as `committed`, another set
 
     Attributes:
       rows: those rows.
@@ -55,20 +69,30 @@ class RoundLog:
         runtime.watch(engine, self._results.append)
 
     def step(self, on_tokens: Callable | None = None) -> list:
-        """`engine.step`; then books the rounds whose results it read."""
+        """`engine.step`; then books the rounds whose results it read.
+
+        Raises:
+          Exception: what `on_tokens` raised; nothing is lost by it.
+        """
         engine = self._engine
         before = engine.metrics()
         filled = before["queued"] > 0 and before["running"] < engine.options.slots
         self._planned = 0
-        finished = engine.step(on_tokens)
-        if engine.rounds > before["rounds"]:
+        try:
+            return engine.step(on_tokens)
+        finally:  # a listener may have raised: the round ran all the same
+            self._book(engine.rounds > before["rounds"], filled)
+
+    def _book(self, is_new: bool, filled: bool) -> None:
+        """Notes a dispatched round, and the rows of those that were read."""
+        engine = self._engine
+        if is_new:
             self._in_flight.append((self._planned, filled))
         count = len(self._results)
         trace = list(engine.trace)[len(engine.trace) - count :]
         for record, result in zip(trace, self._results, strict=True):
             self.rows.append(self._row(record, result, *self._in_flight.pop(0)))
         self._results.clear()
-        return finished
 
     def _row(
         self, record: RoundRecord, result: RoundResult, planned: int, filled: bool
@@ -79,6 +103,9 @@ class RoundLog:
             return np.asarray(values_B)[live_B].tolist()
 
         choice = record.choice
+        verify_lens, emitted = live(result.verify_len_B), live(result.emitted_B)
+        raw, accepted = live(result.raw_accepted_B), live(result.num_accepted_B)
+        trim = [max(a - b, 0) for a, b in zip(raw, accepted, strict=True)]
         return {
             "round": len(self.rows),
             "draft": choice.draft,
@@ -86,10 +113,16 @@ class RoundLog:
             "K": choice.budget,
             "T": choice.rows,
             "planned": planned,
-            "verify_lens": live(result.verify_len_B),
-            "raw_accepted": live(result.raw_accepted_B),
-            "accepted": live(result.num_accepted_B),
-            "emitted": live(result.emitted_B),
+            "requests": [record.handles[slot] for slot in np.flatnonzero(live_B)],
+            "verify_lens": verify_lens,
+            "cutoff": [n - 1 for n in verify_lens],
+            "raw_accepted": raw,
+            "accepted": accepted,
+            "trim": trim,
+            "bonus": live(result.full_B),
+            "committed": emitted,
+            "block": [a + b for a, b in zip(emitted, trim, strict=True)],
+            "emitted": emitted,
             "not_ready": record.late,
             "stale": record.stale,
             "filled": filled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -10,12 +11,14 @@ from typing import Any
 
 import jax
 
-from experiments import serving, session
+from experiments import serving, session, training
 from spec_jax.config import schema
 from spec_jax.core import calibration
+from spec_jax.core.calibration import STS
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder, full_ladder
 from spec_jax.data.files import write_atomically
+from spec_jax.decode.budget import BudgetOptions
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.plan import STATIC, PlanOptions
 from spec_jax.decode.request import Settings
@@ -83,6 +86,7 @@ def load_planning(
     target: Target,
     drafter: Exported | None,
     settings: Iterable[Settings],
+    say: Callable[[str], None] = training.say,
 ) -> dict[str, Any]:
     """What `serving.make_engine` needs to plan as the recipe says.
 
@@ -91,9 +95,11 @@ def load_planning(
       target: the target.
       drafter: its drafter, or None.
       settings: of the requests to come: temperatures are for one regime.
+      say: told how many requests have another.
 
     Raises:
-      UserError: a table or temperatures that were made for something else.
+      UserError: a table or temperatures that were made for something else, or a
+        clamp beyond the window.
     """
     buckets = slot_buckets(cfg.serve.slots)
     if drafter is None:
@@ -103,17 +109,26 @@ def load_planning(
         window = serving.topology_of(cfg.serve).window(num_draft)
         return {"ladder": full_ladder(buckets, window)}
     ladder = even_ladder(buckets, num_draft + 1, cfg.row_buckets)
+    for name in ("min_verify_len", "max_verify_len"):
+        rows = getattr(cfg.plan, name)
+        if rows > num_draft + 1:
+            raise UserError(
+                f"plan.{name}={rows} is more than the {num_draft + 1} rows of this "
+                "drafter's window; lower it"
+            )
     known = facts(target, drafter)
     temperatures, cost = (), None
     if cfg.sts:
-        regimes = {regime_of(s) for s in settings if s.speculate}
-        fitted = calibration.read_sts(find_file(cfg.sts)).check(
+        fitted = calibration.read_sts(find_file(cfg.sts))
+        regimes = collections.Counter(regime_of(s) for s in settings if s.speculate)
+        fitted.check(
             num_draft,
             **known,
-            sampling=regimes.pop() if len(regimes) == 1 else None,
+            sampling=_regime_for(fitted, regimes),
             allow_unmarked=cfg.allow_unmarked,
         )
         temperatures = fitted.temperatures
+        _say_others(fitted, regimes, say)
     if cfg.cost:
         cost = calibration.read_cost(find_file(cfg.cost)).check(
             **known,
@@ -122,10 +137,46 @@ def load_planning(
             allow_unmarked=cfg.allow_unmarked,
         )
     return {
-        "plan": PlanOptions(mode=cfg.mode, temperatures=temperatures),
+        "plan": PlanOptions(
+            mode=cfg.mode,
+            temperatures=temperatures,
+            survival_eps=cfg.plan.survival_eps,
+            min_verify_len=cfg.plan.min_verify_len,
+            max_verify_len=cfg.plan.max_verify_len,
+        ),
+        "budget": BudgetOptions(
+            align_rows=cfg.plan.align_rows,
+            probe_every=cfg.plan.probe_every,
+            lag=cfg.plan.lag,
+            extra_lag=cfg.plan.extra_lag,
+        ),
         "ladder": ladder,
         "cost": cost,
     }
+
+
+def _regime_of_file(fitted: STS) -> str:
+    return fitted.source.sampling if fitted.source is not None else ""
+
+
+def _regime_for(fitted: STS, regimes: Mapping[str, int]) -> str | None:
+    """What the file's regime must be: its own, if any request that drafts has it."""
+    mine = _regime_of_file(fitted)
+    return mine if mine in regimes else "; ".join(sorted(regimes)) or None
+
+
+def _say_others(
+    fitted: STS, regimes: Mapping[str, int], say: Callable[[str], None]
+) -> None:
+    """Any temperatures are lossless: a request of another regime is told of."""
+    mine, total = _regime_of_file(fitted), sum(regimes.values())
+    others = total - regimes.get(mine, 0)
+    if others:
+        say(
+            f"sts: {others} of {total} requests that draft have another sampling "
+            f"regime than the file's ({mine or 'unknown'!r}); their texts keep their "
+            "law, their budgets are less exact"
+        )
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +25,7 @@ from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.export.folder import Exported, read_folder
+from spec_jax.sampling import trees
 from spec_jax.target import checkpoint, loading, model, published
 from spec_jax.target.loading import Target
 
@@ -99,8 +102,14 @@ def serving_params(params: Any, *, layers_apart: bool | None = None) -> Any:
     return {"params": {**tree, "layers": apart}}
 
 
+@functools.cache
+def note(sentence: str) -> None:
+    """A remark on what is served, on the error stream, once in a process."""
+    print(f"note: {sentence}", file=sys.stderr)
+
+
 def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported:
-    """Reads an exported drafter for a target.
+    """Reads an exported drafter for a target, and says what its folder left open.
 
     Args:
       folder: an exported folder.
@@ -112,11 +121,14 @@ def load_drafter(folder: str, target: Target, *, num_draft: int = 0) -> Exported
         drafts are asked for than it was trained for.
     """
     try:
-        return read_folder(folder, target, num_draft=num_draft or None)
+        exported = read_folder(folder, target, num_draft=num_draft or None)
     except UserError:
         raise
     except ValueError as error:  # the block layout refuses num_draft
         raise UserError(str(error)) from error
+    for sentence in exported.notes:
+        note(sentence)
+    return exported
 
 
 def new_drafter(cfg: Any, target: Target, *, draft_vocab_size: int = 0) -> Drafter:
@@ -194,6 +206,7 @@ def make_engine(
             topology=topology_of(serve),
             plan=plan,
         ),
+        num_ids=target.tokenizer.num_ids if target.tokenizer is not None else 0,
         **options,
     )
     tokenizer = target.tokenizer if text else None
@@ -203,6 +216,9 @@ def make_engine(
 def topology_of(serve: schema.Serve) -> Topology:
     """What the recipe drafts: a chain, or one of the trees.
 
+    A static tree without `serve.tree_parents` is `trees.DEFAULT_STATIC_TREE`, cut
+    to `serve.tree_depth` levels.
+
     Raises:
       UserError: a tree whose sizes cannot be.
     """
@@ -210,7 +226,15 @@ def topology_of(serve: schema.Serve) -> Topology:
         return Topology(
             serve.topology, serve.tree_depth, serve.tree_top_k, serve.tree_nodes
         )
-    parents = serve.tree_parents if serve.topology == "static_tree" else ()
+    parents: tuple[int, ...] = ()
+    if serve.topology == "static_tree":
+        parents = serve.tree_parents
+        if not parents and serve.tree_depth < 1:
+            raise UserError(
+                f"serve.tree_depth={serve.tree_depth} must be at least 1 for "
+                "serve.topology='static_tree'; raise it, or name serve.tree_parents"
+            )
+        parents = parents or trees.cut(trees.DEFAULT_STATIC_TREE, serve.tree_depth)
     return Topology(serve.topology, parents=parents)
 
 
@@ -262,7 +286,7 @@ def unpack(drafter: Exported | Trained, params: Any) -> Trained:
 
 
 def with_num_draft(drafter: Drafter, num_draft: int, target: Target) -> Drafter:
-    """The drafter serving `num_draft` drafts a round; 0 leaves it.
+    """The drafter serving `num_draft` drafts a round, and a note of it; 0 leaves it.
 
     Raises:
       UserError: more drafts than it was trained for.
@@ -273,6 +297,10 @@ def with_num_draft(drafter: Drafter, num_draft: int, target: Target) -> Drafter:
         drafter.layout.with_num_draft(num_draft)
     except ValueError as error:
         raise UserError(str(error)) from error
+    note(
+        f"drafter {drafter.name!r} serves {num_draft} of the "
+        f"{drafter.layout.num_draft} drafts a round that it was made for"
+    )
     options = dataclasses.replace(drafter.options, num_draft=num_draft)
     return base.load(drafter.name, options, target.spec)
 

@@ -22,6 +22,7 @@ import rich.console
 import rich.table
 
 from configs import common
+from experiments import clock
 from spec_jax.config import loading
 from spec_jax.core.errors import UserError
 from spec_jax.evals import machine, report
@@ -29,6 +30,7 @@ from spec_jax.target.loading import default_cache_dir
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLAIM, LOCK = "recipe.json", ".lock"
+WALL = "wall"  # the clock's part that is the whole run
 
 # Tasks that talk to a person, anew each time; their result is the exit code.
 TALKS = ("generate", "why")
@@ -89,8 +91,9 @@ def hold(workdir: pathlib.Path, cfg: Any) -> Iterator[None]:
             _claim(workdir, cfg)
             yield
         except UserError:
-            if made and {p.name for p in workdir.iterdir()} <= {CLAIM, LOCK}:
-                for name in (CLAIM, LOCK):
+            ours = (CLAIM, LOCK, clock.NAME)
+            if made and {p.name for p in workdir.iterdir()} <= set(ours):
+                for name in ours:
                     (workdir / name).unlink(missing_ok=True)
                 workdir.rmdir()
             raise
@@ -122,12 +125,14 @@ def run_task(
     """Runs `task.main` in the folder and reports; a finished run only says so.
 
     Benchmarks measure again each time. `main(cfg, workdir)` returns metrics; its
-    key "series" holds what the report draws.
+    key "series" holds what the report draws. `wall_s` adds up all the processes
+    that the run took; a benchmark's begins anew after its report.
     """
     console = rich.console.Console()
     with hold(workdir, cfg):
         done = report.read_report(workdir)
-        if done and not cfg.task.startswith("bench_"):
+        measures = cfg.task.startswith("bench_")
+        if done and not measures:
             report.print_report(done, console)
             console.print(
                 f"all is done since {done['finished']}: {workdir / report.HTML_NAME}",
@@ -135,10 +140,12 @@ def run_task(
                 highlight=False,
             )
             return done
-        meter, started = machine.LoadMeter(), time.time()
-        metrics = dict(task.main(cfg, workdir))
-        series, load = metrics.pop("series", {}), meter.read()
-        metrics.setdefault("wall_s", round(load.seconds, 1))
+        seconds = clock.Clock(workdir / clock.NAME)
+        with seconds.running(WALL) as wall:
+            meter, started = machine.LoadMeter(), time.time()
+            metrics = dict(task.main(cfg, workdir))
+            series, load = metrics.pop("series", {}), meter.read()
+            metrics.setdefault("wall_s", round(wall(), 1))
         written = report.write_report(
             workdir,
             recipe,
@@ -152,6 +159,8 @@ def run_task(
             started=started,
             root=ROOT,
         )
+        if measures:
+            seconds.forget(WALL)
         report.print_report(written, console)
         console.print(
             f"report: {workdir / report.HTML_NAME}", soft_wrap=True, highlight=False

@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import shutil
-import time
 from collections import Counter
 from typing import Any
 
@@ -21,13 +19,13 @@ import numpy as np
 import rich.console
 
 from experiments import serving, synthesis
+from experiments.clock import Clock
 from spec_jax import objectives
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
 from spec_jax.core.vocab import DraftVocab, from_counts
 from spec_jax.data import capture as capture_lib
-from spec_jax.data import files
 from spec_jax.data.pipeline import Pipeline, PipelineOptions
 from spec_jax.data.store import FeatureStore, open_store
 from spec_jax.decode.options import room_of
@@ -48,24 +46,6 @@ from spec_jax.train.positions import steps_for
 OFFLINE_SLOTS = 64
 BUCKET = 64
 MAX_COUNTED_BATCHES = 512
-
-
-@dataclasses.dataclass
-class Clock:
-    """Wall seconds of each part, summed over the runs that did it."""
-
-    path: pathlib.Path
-
-    def read(self) -> dict[str, float]:
-        try:
-            return dict(json.loads(self.path.read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or torn: only times
-            return {}
-
-    def add(self, part: str, seconds: float) -> None:
-        parts = self.read()
-        parts[part] = parts.get(part, 0.0) + seconds
-        files.write_atomically(str(self.path), json.dumps(parts).encode())
 
 
 def say(text: str) -> None:
@@ -171,9 +151,17 @@ class Prepared:
 
 
 def offline(serve: schema.Serve, data: schema.Data) -> schema.Serve:
-    """The engine that answers prompts for training: many slots, one conversation."""
+    """The engine that answers prompts for training: many slots, one conversation.
+
+    Its lengths are those of `data`; those of `serve` are for the drafter's engine.
+    """
+    context = data.max_tokens + 64
     return dataclasses.replace(
-        serve, slots=OFFLINE_SLOTS, max_context=data.max_tokens + 64
+        serve,
+        slots=OFFLINE_SLOTS,
+        max_context=context,
+        max_new_tokens=data.max_new_tokens,
+        prefill_buckets=tuple(b for b in serve.prefill_buckets if b <= context),
     )
 
 
@@ -197,7 +185,9 @@ def prepare(cfg: schema.Pipeline, target, params, mask_id: int, workdir) -> Prep
     return Prepared(target, params, made, vocab, coverage, folder)
 
 
-def synthesise(cfg, target, params, mask_id: int, folder) -> synthesis.Synthesis:
+def synthesise(
+    cfg, target, params, mask_id: int, folder, group_size: int = synthesis.GROUP
+) -> synthesis.Synthesis:
     """Samples of the recipe, made by a plain engine of many slots."""
     serve = offline(cfg.serve, cfg.data)
     engine = functools.cache(
@@ -211,6 +201,7 @@ def synthesise(cfg, target, params, mask_id: int, folder) -> synthesis.Synthesis
         folder / "samples",
         mask_id=mask_id if cfg.data.mask_id < 0 else cfg.data.mask_id,
         say=say,
+        group_size=group_size,
     )
 
 
@@ -247,27 +238,25 @@ def capture(
                 f"{p.tokens_per_s:.0f} tokens/s"
             )
 
-    start = time.monotonic()
     train = prepared.made.train
     # A store belongs to no drafter: its contract says nothing of blocks and masks.
     neutral = dataclasses.replace(
         contract, num_draft=0, mask_id=-1, anchor_predicts=False
     )
     stored = dataclasses.replace(neutral, layer_ids=kept.layer_ids)
-    report = capture_lib.capture(
-        dataclasses.replace(prepared.target, params=prepared.params),
-        train,
-        kept,
-        path,
-        stored,
-        cfg.capture.dtype,
-        batch=cfg.capture.batch,
-        buckets=buckets(max(len(s.tokens) for s in train)),
-        shard_samples=cfg.capture.shard_samples,
-        progress=progress,
-    )
-    if report.new_shards:
-        clock.add("capture", time.monotonic() - start)
+    with clock.running("capture"):
+        capture_lib.capture(
+            dataclasses.replace(prepared.target, params=prepared.params),
+            train,
+            kept,
+            path,
+            stored,
+            cfg.capture.dtype,
+            batch=cfg.capture.batch,
+            buckets=buckets(max(len(s.tokens) for s in train)),
+            shard_samples=cfg.capture.shard_samples,
+            progress=progress,
+        )
     return open_store(path, neutral)
 
 
@@ -421,4 +410,6 @@ def make_drafter(
         result = train(cfg, prepared, drafter, frozen, contract, store, workdir)
         params = result.params
     written = export(prepared, cfg, drafter, params, contract, workdir)
+    for sentence in written.notes:
+        say(f"note: {sentence}")
     return Made(drafter, params, result, written.parity_max_abs)

@@ -1,5 +1,6 @@
 """Every recipe loads, converts, refuses unknown keys and is named in the README."""
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -8,7 +9,7 @@ import re
 import pytest
 
 from configs import common
-from experiments import pipeline, run
+from experiments import bench_family, pipeline, run
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts
@@ -33,8 +34,12 @@ NEEDS = {
 }
 
 
+DRAFTERS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "lookup")
+
+
 def _load(path, *words):
-    options, name = run.parse([path, *NEEDS.get(path, ()), *words])
+    needs = NEEDS.get(path.partition(":")[0], ())
+    options, name = run.parse([path, *needs, *words])
     return loading.to_recipe(options.config), name
 
 
@@ -98,6 +103,47 @@ def test_drafter_by_argument():
     assert recipe == _load("configs/tiny.py")[0]
     with pytest.raises(UserError, match="drafter 'dflsh' is not a drafter"):
         _load("configs/tiny.py:dflsh")
+
+
+@pytest.mark.parametrize("path", RECIPES)
+def test_a_recipe_takes_every_drafters_name(path):
+    """Or another word, which it then refuses with a sentence."""
+    if path == "configs/bench/family.py":
+        with pytest.raises(UserError, match="eagle names no training recipe"):
+            _load(f"{path}:eagle")
+        return
+    for drafter in DRAFTERS:
+        recipe, _ = _load(f"{path}:{drafter}")
+        section = getattr(recipe, "drafter", "")
+        if isinstance(section, schema.Drafter):
+            assert section.name == drafter
+            module = importlib.import_module(f"spec_jax.drafters.{drafter}")
+            loading.to_dataclass(module.Options, section.options, "drafter.options")
+
+
+@pytest.mark.parametrize("word", ["smollm2", "tiny", "quickstart", "qwen3_4b"])
+def test_the_family_takes_a_recipes_name(word):
+    family, _ = _load(f"configs/bench/family.py:{word}")
+    assert family.recipe == f"configs/{word}.py"
+    for drafter in family.drafters:
+        own = bench_family.recipe_of(family, drafter)
+        assert own.drafter.name == drafter and own.capture == family.capture
+
+
+def test_a_drafter_from_elsewhere_takes_the_sizes_it_has():
+    name = "tests.support.added_drafter"
+    for path in ("configs/tiny.py", "configs/quickstart.py", "configs/bench/round.py"):
+        own = _load(f"{path}:{name}")[0].drafter
+        assert own.name == name and "num_layers" not in own.options_dict()
+        assert own.options_dict()["num_draft"] != 0
+
+
+def test_logits_of_published_sizes_are_made_in_chunks():
+    for word in ("qwen3_4b", "qwen3_8b"):
+        for drafter in DRAFTERS:
+            recipe, _ = _load(f"configs/{word}.py:{drafter}")
+            rows = dict(recipe.objective)["chunk_rows"]
+            assert 0 < rows * 151_936 * 4 < 2**30
 
 
 def test_every_option_of_the_drafter_can_be_set():

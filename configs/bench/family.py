@@ -40,11 +40,20 @@ The word after the colon is the recipe whose drafters are trained ("smollm2", or
 import importlib
 
 from configs import common
+from spec_jax.core.errors import UserError
 
 
 def get_config(arg=""):
     name = arg or "smollm2"
-    whole = importlib.import_module(f"configs.{name}").get_config()
+    try:
+        whole = importlib.import_module(f"configs.{name}").get_config()
+    except ModuleNotFoundError:
+        whole = None
+    if getattr(whole, "task", "") != "pipeline":
+        raise UserError(
+            f"configs/bench/family.py:{name} names no training recipe; write one there "
+            "(smollm2, tiny), and drafters as --config.drafters=\"('eagle',)\""
+        )
     config = common.base("bench_family")
     config.recipe = f"configs/{name}.py"
     config.target = whole.target
@@ -59,5 +68,4 @@ def get_config(arg=""):
         config.positions = 20_000
         config.validation_prompts = 4
         config.bench.max_new_tokens = 32
-        config.data.mask_id = -1
     return config

@@ -14,6 +14,7 @@ Numbers (SmolLM2-135M, float32, two idle cores of an EPYC, context 256): plain s
 XLA's thin matrix products here cost 12 ms more from the second row on. Draft
 11.3 ms with the whole vocabulary; `overhead_fraction` -0.00 greedy and 0.04
 sampled; no program copies a cache (`cache_copies` 0).
+Another drafter: configs/bench/round.py:eagle3 (eagle, dspark, dflash2, lookup).
 With a reduced vocabulary: --config.drafter.draft_vocab=8192 (draft 4.4 ms).
 At another live context: --config.bench.context=1024 --config.serve.max_context=2048
 """
@@ -24,8 +25,7 @@ from configs import common
 def get_config(arg=""):
     config = common.base("bench_round", arg or "dflash")
     common.smollm2_drafter(config)
-    config.drafter.options.num_layers = 2
-    config.drafter.options.num_draft = 7
+    common.set_options(config, num_layers=2, num_draft=7)
     config.serve.temperature = 1.0
     config.serve.top_p = 0.9
     return config

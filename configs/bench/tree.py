@@ -3,6 +3,10 @@
     python -m experiments.run configs/bench/tree.py \\
         --config.bench.prompt_sets.gsm8k=<gsm8k_test.jsonl>
 
+Each tree also says what a verify of as many rows costs (`verify_ms`, and over a
+plain step `verify_over_plain`), timed before anything is decoded, at
+`bench.context` tokens: --config.bench.context=512 --config.serve.max_context=1024
+
 Uses the drafter of the latest finished run of `configs/smollm2.py:eagle3`;
 another one: --config.drafter=<folder>. Shape of the trees:
 --config.serve.tree_depth=6 --config.serve.tree_top_k=4

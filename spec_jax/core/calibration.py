@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax.core import json_fields
 from spec_jax.core.errors import UserError
 
 EXTRAS = "spec_jax"  # the one key that holds what SGLang's forms do not
@@ -161,12 +162,12 @@ def sts_from_json(data: Mapping) -> STS:
       UserError: a field is missing or has the wrong form.
     """
     return STS(
-        temperatures=_floats(data, "sts", "temperatures"),
-        dataset=str(data.get("dataset", "")),
-        num_samples=int(data.get("num_samples", 0)),
-        ece_before=_floats(data, "sts", "ece_before", optional=True),
-        ece_after=_floats(data, "sts", "ece_after", optional=True),
-        source=_source_of(data),
+        temperatures=json_fields.numbers(data, "sts", "temperatures"),
+        dataset=json_fields.text(data, "sts", "dataset", ""),
+        num_samples=json_fields.whole(data, "sts", "num_samples", 0),
+        ece_before=json_fields.numbers(data, "sts", "ece_before", ()),
+        ece_after=json_fields.numbers(data, "sts", "ece_after", ()),
+        source=_source_of(data, "sts"),
     )
 
 
@@ -327,28 +328,37 @@ def cost_from_json(data: Mapping) -> CostTable:
     Raises:
       UserError: a field is missing or has the wrong form.
     """
+
+    def numbers(name):
+        return json_fields.numbers(data, "cost", name)
+
+    def wholes(name):
+        return json_fields.wholes(data, "cost", name)
+
     cost: FlatCost | AdditiveCost
     if "bias_seconds" in data:
         cost = AdditiveCost(
-            bias_seconds=float(data["bias_seconds"]),
-            bs_probes=_ints(data, "bs_probes"),
-            alpha_seconds=_floats(data, "cost", "alpha_seconds"),
-            m_probes=_ints(data, "m_probes"),
-            theta_seconds=_floats(data, "cost", "theta_seconds"),
+            bias_seconds=json_fields.number(data, "cost", "bias_seconds"),
+            bs_probes=wholes("bs_probes"),
+            alpha_seconds=numbers("alpha_seconds"),
+            m_probes=wholes("m_probes"),
+            theta_seconds=numbers("theta_seconds"),
         )
     else:
-        probes = _ints(data, "sample_batch_tokens")
+        probes = wholes("sample_batch_tokens")
+        last = max(probes, default=0)
         cost = FlatCost(
             sample_batch_tokens=probes,
-            sample_steps_per_sec=_floats(data, "cost", "sample_steps_per_sec"),
-            max_batch_tokens=int(data.get("max_batch_tokens", probes[-1])),
+            sample_steps_per_sec=numbers("sample_steps_per_sec"),
+            max_batch_tokens=json_fields.whole(data, "cost", "max_batch_tokens", last),
         )
-    extras = data.get(EXTRAS, {})
+    extras = json_fields.section(data, "cost", EXTRAS) or {}
+    where = f"cost.{EXTRAS}"
     return CostTable(
         cost=cost,
-        plain_requests=tuple(int(x) for x in extras.get("plain_requests", ())),
-        plain_seconds=tuple(float(x) for x in extras.get("plain_seconds", ())),
-        source=_source_of(data),
+        plain_requests=json_fields.wholes(extras, where, "plain_requests", ()),
+        plain_seconds=json_fields.numbers(extras, where, "plain_seconds", ()),
+        source=_source_of(data, "cost"),
     )
 
 
@@ -384,31 +394,11 @@ def _read(path: str, what: str) -> dict:
         data = json.loads(pathlib.Path(path).read_text())
     except OSError as error:
         raise UserError(f"the {what} {path} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the {what} {path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise UserError(f"the {what} {path} must hold one JSON object")
     return data
-
-
-def _values(data: Mapping, what: str, name: str, optional: bool = False) -> list:
-    value = data.get(name, [] if optional else None)
-    if not isinstance(value, list) or not all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) for x in value
-    ):
-        raise UserError(f"{what}.{name}={value!r} must be a list of numbers")
-    return value
-
-
-def _floats(data: Mapping, what: str, name: str, optional: bool = False):
-    return tuple(float(x) for x in _values(data, what, name, optional))
-
-
-def _ints(data: Mapping, name: str) -> tuple[int, ...]:
-    values = _values(data, "cost", name)
-    if any(x != int(x) for x in values):
-        raise UserError(f"cost.{name}={values} must be whole numbers")
-    return tuple(int(x) for x in values)
 
 
 def _increasing(name: str, values: tuple[int, ...]) -> None:
@@ -437,14 +427,14 @@ def _source_json(source: Source) -> dict:
     return out
 
 
-def _source_of(data: Mapping) -> Source | None:
-    extras = data.get(EXTRAS)
+def _source_of(data: Mapping, what: str) -> Source | None:
+    extras = json_fields.section(data, what, EXTRAS)
     if extras is None:
         return None
-    names = {f.name for f in dataclasses.fields(Source)}
-    known = {k: v for k, v in extras.items() if k in names}
-    if "ladder" in known:
-        known["ladder"] = tuple(
-            (int(size), tuple(int(x) for x in rows)) for size, rows in known["ladder"]
-        )
-    return Source(**known)
+    where = f"{what}.{EXTRAS}"
+    names = ("model", "drafter", "device", "sampling")
+    return Source(
+        **{name: json_fields.text(extras, where, name, "") for name in names},
+        num_draft=json_fields.whole(extras, where, "num_draft", 0),
+        ladder=json_fields.ladder(extras, where, "ladder"),
+    )

@@ -3,8 +3,8 @@
 A law is kept as logits plus, per row, what the one transform decided: inverse
 temperature, the lowest scaled logit it keeps, and the log normaliser. Two
 queries are all the verifier asks: the probability of a token in each row, and
-one row's whole distribution. So no `[B, M, V]` probability array is ever built,
-and an all-greedy batch computes none of it.
+one row's whole distribution. So verifying builds no `[B, M, V]` probabilities,
+drawing sampled drafts builds them once, and an all-greedy batch computes none.
 
 q is what the drafts were *drawn from*: after correction, after the transform
 (article 1.2). Greedy rows are one-hot at their argmax.

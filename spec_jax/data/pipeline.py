@@ -27,7 +27,7 @@ import numpy as np
 from spec_jax.core.batch import Batch
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema
-from spec_jax.data.samples import MAX_SKIPPED, check_skipped
+from spec_jax.data.samples import MAX_SKIPPED, MIN_ANSWER, check_skipped
 from spec_jax.data.store import FeatureStore
 
 
@@ -55,7 +55,7 @@ class PipelineOptions:
     shuffle: bool = True
     num_epochs: int | None = None
     keep_looping: bool = True
-    min_supervised: int = 2
+    min_supervised: int = MIN_ANSWER
     max_dropped: float = MAX_SKIPPED
     num_threads: int = 2
     prefetch: int = 4

@@ -25,6 +25,8 @@ from spec_jax.data.files import write_atomically
 
 # Above this share of skipped samples the corpus is not what it is meant to be.
 MAX_SKIPPED = 0.01
+# An anchor and the token it is to predict: a shorter answer trains nothing.
+MIN_ANSWER = 2
 
 _CHUNK_NAME = re.compile(r"samples-(\d{5,})\.jsonl")
 
@@ -39,6 +41,7 @@ class Sample:
       source: where the prompt came from.
       temperature: at which the answer was drawn; 0 is greedy.
       looping: whether the answer repeats itself (`is_looping`).
+      target_fingerprint: sha256 of the answering target; "" where nobody says.
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +49,7 @@ class Sample:
     source: str
     temperature: float = 0.0
     looping: bool = False
+    target_fingerprint: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", tuple(int(t) for t in self.tokens))
@@ -66,6 +70,7 @@ def make_sample(
     answer: Sequence[int],
     source: str,
     temperature: float = 0.0,
+    target_fingerprint: str = "",
 ) -> Sample:
     """A sample of a prompt and the answer that the target gave to it."""
     answer = [int(token) for token in answer]
@@ -75,6 +80,7 @@ def make_sample(
         source=source,
         temperature=float(temperature),
         looping=is_looping(answer),
+        target_fingerprint=target_fingerprint,
     )
 
 
@@ -227,8 +233,8 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
     """Reads samples made elsewhere: `.jsonl` or `.jsonl.gz`, one object a line.
 
     Args:
-      path: rows with `tokens` (or `token_ids`) and `prompt_len`; `source` and
-        `temperature` are kept where they are there.
+      path: rows with `tokens` (or `token_ids`) and `prompt_len`; `source`,
+        `temperature` and `target_fingerprint` are kept where they are there.
       vocab_size: V of the target that is said to have made them.
 
     Raises:
@@ -251,6 +257,7 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
                     tokens[length:],
                     str(row.get("source", f"{os.path.basename(path)}:{number}")),
                     float(row.get("temperature", 0.0)),
+                    str(row.get("target_fingerprint", "")),
                 )
             )
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -275,6 +282,11 @@ def write_file(path: str, samples: Sequence[Sample]) -> None:
             "prompt_len": s.prompt_len,
             "source": s.source,
             "temperature": s.temperature,
+            **(
+                {"target_fingerprint": s.target_fingerprint}
+                if s.target_fingerprint
+                else {}
+            ),
         }
         for s in samples
     )
@@ -297,11 +309,25 @@ class Corpus:
       samples: the kept ones, in order.
       skipped: reason -> number of samples that could not be used.
       looping: number left out, or cut, because they loop; a choice, not a fault.
+      cut: of these, the ones that were kept up to where they loop.
     """
 
     samples: tuple[Sample, ...]
     skipped: Mapping[str, int]
     looping: int = 0
+    cut: int = 0
+
+    def __str__(self) -> str:
+        """How many samples are kept, and how many are not and why."""
+        out = dict(sorted(self.skipped.items()))
+        if self.looping > self.cut:
+            out["looping"] = self.looping - self.cut
+        kept = len(self.samples)
+        words = f"{kept} of {kept + sum(out.values())} samples kept"
+        if out:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in out.items())
+            words += f"; left out: {reasons}"
+        return words + (f"; {self.cut} cut where they loop" if self.cut else "")
 
 
 def select_samples(
@@ -309,7 +335,7 @@ def select_samples(
     max_tokens: int,
     *,
     looping: str = "keep",
-    max_skipped: float = MAX_SKIPPED,
+    long_is_fault: bool = True,
     template: str = "",
 ) -> Corpus:
     """Leaves out what cannot be trained on, and guards what remains.
@@ -318,28 +344,34 @@ def select_samples(
       samples: samples, in order.
       max_tokens: longer ones are skipped.
       looping: what becomes of looping answers: "keep", "drop", or "cut", which
-        ends them where they begin to repeat themselves (`without_loop`).
-      max_skipped: the largest share that may be skipped.
+        ends them where they begin to repeat themselves (`without_loop`) and leaves
+        out those of which less than `MIN_ANSWER` tokens would be left.
+      long_is_fault: whether samples longer than `max_tokens` count against
+        `MAX_SKIPPED`; where they were made for a larger one they are a choice.
       template: name or hash of the chat template, for the errors.
 
     Raises:
       UserError: see `check_skipped` and `check_supervision`.
     """
-    kept, skipped, num_looping = [], collections.Counter(), 0
+    kept: list[Sample] = []
+    faults, num_long, num_looping, num_cut = collections.Counter(), 0, 0, 0
     for sample in samples:
         if len(sample.tokens) > max_tokens:
-            skipped[f"longer than {max_tokens} tokens"] += 1
-        elif not sample.answer:
-            skipped["no answer tokens"] += 1
+            num_long += 1
+        elif len(sample.answer) < MIN_ANSWER:
+            faults[f"with less than {MIN_ANSWER} answer tokens"] += 1
         elif not sample.looping or looping == "keep":
             kept.append(sample)
         else:
             num_looping += 1
-            if looping == "cut":
-                kept.append(without_loop(sample))
-    check_skipped(skipped, len(samples), max_skipped)
+            cut = without_loop(sample)
+            if looping == "cut" and len(cut.answer) >= MIN_ANSWER:
+                kept.append(cut)
+                num_cut += 1
+    long = {f"longer than {max_tokens} tokens": num_long} if num_long else {}
+    check_skipped({**faults, **(long if long_is_fault else {})}, len(samples))
     check_supervision(kept, template)
-    return Corpus(tuple(kept), dict(skipped), num_looping)
+    return Corpus(tuple(kept), {**faults, **long}, num_looping, num_cut)
 
 
 def check_skipped(

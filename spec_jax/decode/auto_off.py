@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from spec_jax.core.errors import UserError
+from spec_jax.decode.jobs import Job
 
 ACCEPTANCE, LOAD, CONTEXT = "acceptance", "load", "context"
 REASONS = (ACCEPTANCE, LOAD, CONTEXT)
@@ -90,3 +91,25 @@ def reason_off(
     if limits.max_active is not None and active > limits.max_active:
         return LOAD
     return None
+
+
+def switch(limits: AutoOff, jobs: Sequence[Job]) -> tuple[bool, list[str]]:
+    """Turns drafting off, or on again, for requests that decode together.
+
+    Returns:
+      Whether anything changed, and a reason for each that was turned off.
+    """
+    changed, reasons = False, []
+    for job in jobs:
+        if not job.settings.speculate or job.settings.num_draft is not None:
+            continue
+        reason: str | None = job.off or reason_off(
+            limits, list(job.drafted_rounds), job.length, len(jobs)
+        )
+        if reason and job.speculating:
+            reasons.append(reason)
+        if reason and reason != LOAD:
+            job.off = reason
+        changed |= job.speculating == bool(reason)
+        job.speculating = not reason
+    return changed, reasons

@@ -21,6 +21,10 @@ from spec_jax.core.verify_layout import Ladder
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.relay import History, Relay
 
+# Where the round `lag` before left no confidence, the newest one is planned with
+# while it is at most this many lags old.
+OLDEST_LAGS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class BudgetOptions:
@@ -169,8 +173,11 @@ class Counts:
 
     Attributes:
       decisions: rounds decided.
-      no_budget: of them without any history (the first rounds).
+      no_budget: of them without any history (the first rounds), or none but what
+        is too old.
       not_ready: of them whose entry had not arrived.
+      aged: of them planned with a history older than the lag: the round it should
+        have come from did not draft.
       slots: planned requests in rounds that had a history.
       stale: of them whose slot had another request then, or none.
       stopped: rounds without drafts; probes: times drafting was tried again.
@@ -179,6 +186,7 @@ class Counts:
     decisions: int = 0
     no_budget: int = 0
     not_ready: int = 0
+    aged: int = 0
     slots: int = 0
     stale: int = 0
     stopped: int = 0
@@ -191,6 +199,10 @@ class Planner:
     Two cold starts stay apart: without any history there is no budget and the
     layout is uniform; a request that is new in its slot counts survival 1 beside
     neighbours whose history is known.
+
+    A round that does not draft leaves no history. What is known then ages, is
+    counted, and is forgotten after `OLDEST_LAGS` lags; while drafting is stopped by
+    choice, the history that stopped it holds until the next probe's is there.
     """
 
     def __init__(self, terms: Terms, options: BudgetOptions):
@@ -227,6 +239,8 @@ class Planner:
             probe_from = self._probe_from
             if probe_from is not None and history.round_index >= probe_from:
                 self._probe_from = None
+        elif self._last is not None:
+            self._age(round_index - self._last.round_index)
         if self._last is None:
             self.counts.no_budget += 1
             return uniform(self.terms, requests, len(planned), fixed_rows)
@@ -254,6 +268,16 @@ class Planner:
             self._idle, self._probe_from = 0, round_index + 1
             self.counts.probes += 1
         return choice
+
+    def _age(self, rounds: int) -> None:
+        """Counts a history that is older than the lag, or forgets it."""
+        oldest = OLDEST_LAGS * self.relay.lag
+        if self._idle or self._probe_from is not None:
+            oldest += self.options.probe_every
+        if rounds <= oldest:
+            self.counts.aged += 1
+        else:
+            self._last, self._idle, self._probe_from = None, 0, None
 
     def dispatched(
         self, round_index: int, live: Mapping[int, int], survival_RM

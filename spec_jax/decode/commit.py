@@ -75,6 +75,7 @@ def commit(
         num_accepted_B=verdict.num_accepted_B,
         raw_accepted_B=verdict.raw_accepted_B,
         verify_len_B=layout.verify_len_B,
+        full_B=verdict.full_B,
         ran_B=slots.active_B,
         finished_B=done.finished_B,
         stopped_B=done.stopped_B,

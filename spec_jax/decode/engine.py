@@ -18,13 +18,17 @@ import jax
 import numpy as np
 
 from spec_jax.core.errors import UserError
-from spec_jax.core.verify_layout import full_ladder
-from spec_jax.decode import budget, programs
-from spec_jax.decode.auto_off import LOAD, REASONS, reason_off
+from spec_jax.decode import auto_off, budget, programs
 from spec_jax.decode.budget import Choice, Planner
 from spec_jax.decode.forward import Weights
-from spec_jax.decode.jobs import Job, RoundRecord, book_logprobs, book_text
-from spec_jax.decode.options import EngineOptions, room_of
+from spec_jax.decode.jobs import Job, Made, RoundRecord, book, of_prefill, of_round
+from spec_jax.decode.options import (
+    EngineOptions,
+    alternatives,
+    emitted_ids,
+    ladder_of,
+    room_of,
+)
 from spec_jax.decode.request import (
     Generation,
     Offer,
@@ -89,24 +93,14 @@ class Engine:
                 f"verify windows of {self.window}; raise it"
             )
         self.offer = Offer(
-            vocab_size=spec.vocab_size,
+            vocab_size=emitted_ids(options, spec),
             penalties=options.penalties,
-            logprobs=options.logprobs,
+            logprobs=alternatives(options, spec),
             text=tokenizer is not None,
             num_draft=self.window - 1,
             is_chain=topology.is_chain,
         )
-        self.ladder = options.ladder or full_ladder((options.slots,), self.window)
-        if drafter is None:  # plain programs only, of the same slot buckets
-            sizes = tuple(size for size, _ in self.ladder.buckets)
-            self.ladder = full_ladder(sizes, self.window)
-        self.ladder.check(options.slots, self.window)
-        if options.cost is not None:
-            options.cost.check(
-                num_draft=self.window - 1,
-                ladder=self.ladder.buckets,
-                allow_unmarked=True,
-            )
+        self.ladder = ladder_of(options, self.window, plain=drafter is None)
         self.planner = Planner(
             budget.Terms(
                 self.ladder, self.window - 1, options.round.plan, options.cost
@@ -124,7 +118,7 @@ class Engine:
         self.rounds = 0
         self._counts: collections.Counter = collections.Counter()
         self._ended: list[tuple[int, Generation]] = []
-        self._news: list[tuple[int, list[int], bool]] = []
+        self._news: collections.deque[tuple[int, list[int], bool]] = collections.deque()
         self._release: set[int] = set()
         self._queue: collections.deque[Job] = collections.deque()
         self._running: dict[int, Job] = {}
@@ -228,6 +222,7 @@ class Engine:
         counts = self.planner.counts
         late, stale = counts.not_ready, counts.stale
         choice = self._choose()
+        live = {slot: job.handle for slot, job in self._running.items()}
         self._in_flight.append(
             RoundRecord(
                 choice,
@@ -235,6 +230,7 @@ class Engine:
                 counts.not_ready > late,
                 counts.stale - stale,
                 time.perf_counter(),
+                handles=live,
             )
         )
         if choice.draft:
@@ -247,7 +243,6 @@ class Engine:
         self.state, result = program(self.weights, self.state, *extra)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
-        live = {slot: job.handle for slot, job in self._running.items()}
         self.planner.dispatched(self.rounds, live, result.survival_BM)
         self.rounds += 1
         self._pending.append(("round", dict(self._running), result))
@@ -271,49 +266,32 @@ class Engine:
         for slot, job in jobs.items():
             if self._running.get(slot) is not job:
                 continue
-            generation = job.generation
-            if kind == "first":
-                # None is drawn for a request that was retracted.
-                new = [] if result.bad or result.token < 0 else [int(result.token)]
-                done, stopped, bad = result.finished, result.stopped, result.bad
-            else:
-                if not result.ran_B[slot]:
-                    continue
-                count = int(result.emitted_B[slot])
-                new = result.tokens_BW[slot, :count].tolist()
-                done, stopped = result.finished_B[slot], result.stopped_B[slot]
-                bad = result.bad_B[slot]
-            stop = new[-1] if stopped and new else None
-            new, found = book_text(job, new, ends_with_id=stop is not None)
+            if kind == "round" and not result.ran_B[slot]:
+                continue
+            made = of_prefill(result) if kind == "first" else of_round(result, slot)
+            new, found = book(job, made, result.logprobs)
             if kind == "round":
-                accepted = int(result.num_accepted_B[slot])
-                drafted = int(result.verify_len_B[slot]) - 1
-                generation.emitted.append(len(new))
-                generation.accepted.append(accepted)
-                generation.drafted.append(drafted)
-                self._counts["accepted"] += accepted
-                if drafted and self.options.auto_off is not None:
-                    job.drafted_rounds.append((accepted, drafted))
-                    if len(job.drafted_rounds) > self.options.auto_off.rounds:
-                        job.drafted_rounds.popleft()
-            if job.settings.logprobs and new:
-                row = 0 if kind == "first" else slot
-                book_logprobs(job, len(new), row, result.logprobs)
-            generation.tokens.extend(new)
+                self._count_drafts(job, made)
             self._counts["emitted"] += len(new)
             if new:
                 self._news.append((job.handle, new, kind == "first"))
-            if found is not None:
+            if found:
                 # The device does not know: it is told, and what it has emitted
                 # since is dropped.
                 self._release.add(slot)
-                generation.stopped_by, stopped = found, True
-            elif stopped:
-                generation.stopped_by = stop
-            if done or found is not None:
+            if made.done or found:
                 del self._running[slot]
                 self._free.append(slot)
-                self._end(job, "error" if bad else "stop" if stopped else "length")
+                stopped = made.stopped or found
+                self._end(job, "error" if made.bad else "stop" if stopped else "length")
+
+    def _count_drafts(self, job: Job, made: Made) -> None:
+        """A round's acceptance, for the counts and for `auto_off`."""
+        self._counts["accepted"] += made.accepted
+        if made.drafted and self.options.auto_off is not None:
+            job.drafted_rounds.append((made.accepted, made.drafted))
+            if len(job.drafted_rounds) > self.options.auto_off.rounds:
+                job.drafted_rounds.popleft()
 
     def _end(self, job: Job, reason: str) -> None:
         """A request leaves; `step` hands it out."""
@@ -341,21 +319,11 @@ class Engine:
 
     def _switch_speculation(self) -> None:
         """Turns drafting off (or on again) where the options say so."""
-        limits, changed = self.options.auto_off, False
+        limits = self.options.auto_off
         if limits is None or self.drafter is None:
             return
-        for job in self._running.values():
-            if not job.settings.speculate or job.settings.num_draft is not None:
-                continue
-            reason: str | None = job.off or reason_off(
-                limits, list(job.drafted_rounds), job.length, len(self._running)
-            )
-            if reason and job.speculating:
-                self._counts[f"auto_off_{reason}"] += 1
-            if reason and reason != LOAD:
-                job.off = reason
-            changed |= job.speculating == bool(reason)
-            job.speculating = not reason
+        changed, reasons = auto_off.switch(limits, list(self._running.values()))
+        self._counts.update(f"auto_off_{reason}" for reason in reasons)
         if changed:
             self._apply_switches(always=True)
 
@@ -427,7 +395,7 @@ class Engine:
                 reason: self._counts[f"finish_{reason}"]
                 for reason in ("stop", "length", "error", "abort")
             },
-            "auto_off": {r: self._counts[f"auto_off_{r}"] for r in REASONS},
+            "auto_off": {r: self._counts[f"auto_off_{r}"] for r in auto_off.REASONS},
             "queued": len(self._queue) + (self._filling is not None),
             "running": len(self._running),
             "planner": dataclasses.asdict(self.planner.counts),
@@ -437,7 +405,9 @@ class Engine:
         """One engine tick: a prefill chunk, a round, and last tick's results.
 
         Args:
-          on_tokens: called with (handle, new tokens, from_prefill) as text grows.
+          on_tokens: called with (handle, new tokens, from_prefill) as text grows,
+            in the order in which it grew. What it raises leaves this tick; what
+            was not told by then is told by the next, and so is who finished.
 
         Returns:
           [(handle, Generation)] that finished.
@@ -451,19 +421,24 @@ class Engine:
         while len(self._pending) > keep:
             self._settle()
         self._apply_switches()
-        news, self._news = self._news, []
-        if on_tokens is not None:
-            for handle, new, from_prefill in news:
-                on_tokens(handle, new, from_prefill)
+        while self._news:
+            news = self._news.popleft()
+            if on_tokens is not None:
+                on_tokens(*news)
         finished, self._ended = self._ended, []
         return finished
 
     def running(self, handle: int) -> Generation:
-        """What is booked so far of a request that decodes in a slot.
+        """What is booked so far of a request, whether it waits, fills or decodes.
 
         One whose last tokens are being told (`on_tokens`) still counts.
+
+        Raises:
+          KeyError: there is no such request, or `step` has handed it out.
         """
-        held = {job.handle: job.generation for job in self._running.values()}
+        filling = [] if self._filling is None else [self._filling]
+        jobs = [*self._running.values(), *filling, *self._queue]
+        held = {job.handle: job.generation for job in jobs}
         return (held | dict(self._ended))[handle]
 
     @property

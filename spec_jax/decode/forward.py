@@ -36,6 +36,21 @@ def stored(output: model.TargetOutput):
     return jnp.isfinite(output.hidden_BTD).all((1, 2))
 
 
+def target_logits(weights: Weights, hidden_XD, num_ids: int = 0):
+    """The target's logits `[..., V]` float32, from which everything is decoded.
+
+    Args:
+      weights: parameters.
+      hidden_XD: after the final norm.
+      num_ids: ids from here on are padding of the vocabulary, which no tokenizer
+        knows: -inf, so that no law gives them mass. 0 (or V): there are none.
+    """
+    logits_XV = model.logits(weights.target, hidden_XD)
+    if num_ids in (0, logits_XV.shape[-1]):
+        return logits_XV
+    return jnp.where(jnp.arange(logits_XV.shape[-1]) < num_ids, logits_XV, -jnp.inf)
+
+
 def target_rows(
     spec: TargetSpec,
     weights: Weights,
@@ -43,6 +58,7 @@ def target_rows(
     layout: VerifyLayout,
     taps,
     rows: int | None = None,
+    num_ids: int = 0,
 ):
     """The verify forward: logits `[B, W, V]` float32, features, new cache.
 
@@ -53,11 +69,12 @@ def target_rows(
       rows: T: run the rows that count alone, packed into T; None runs every
         window in full. What was not run has NaN logits, which define no law,
         zero features, and writes nothing.
+      num_ids: see `target_logits`.
     """
     # Idle and filling slots run too: what they write lies past their length.
     history_B = state.slots.length_B
     if rows is not None:
-        return _packed_rows(spec, weights, state, layout, taps, rows)
+        return _packed_rows(spec, weights, state, layout, taps, rows, num_ids)
     output = model.forward(
         spec,
         weights.target,
@@ -68,11 +85,10 @@ def target_rows(
         history_B,
         taps,
     )
-    logits_BWV = model.logits(weights.target, output.hidden_BTD)
-    return logits_BWV, output
+    return target_logits(weights, output.hidden_BTD, num_ids), output
 
 
-def _packed_rows(spec, weights, state, layout: VerifyLayout, taps, rows: int):
+def _packed_rows(spec, weights, state, layout: VerifyLayout, taps, rows, num_ids):
     """`target_rows` of a ragged chain."""
     history_B = state.slots.length_B
     size_b, window = layout.tokens_BW.shape
@@ -89,7 +105,7 @@ def _packed_rows(spec, weights, state, layout: VerifyLayout, taps, rows: int):
         taps,
         packing,
     )
-    logits_TV = model.logits(weights.target, output.hidden_BTD[0])
+    logits_TV = target_logits(weights, output.hidden_BTD[0], num_ids)
     logits_BWV = verify_layout.unpacked(packing, logits_TV, jnp.nan)
     return logits_BWV, dataclasses.replace(
         output,

@@ -19,6 +19,7 @@ class RoundRecord:
       running: requests in it.
       late: its confidence had not arrived, so that it had no budget.
       stale: of its planned requests, how many had no history.
+      handles: slot -> handle of the request in it.
       verify_lens: rows of each live request, anchors included.
       seconds: from its dispatch, or from the end of the round before, until its
         result was here; prefill in between counts.
@@ -29,6 +30,7 @@ class RoundRecord:
     late: bool
     stale: int
     started: float
+    handles: dict[int, int] = dataclasses.field(default_factory=dict)
     verify_lens: list[int] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
@@ -69,6 +71,72 @@ class Job:
     @property
     def length(self) -> int:
         return len(self.generation.prompt) + len(self.generation.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What one result of the device holds for one request.
+
+    Attributes:
+      tokens: emitted, as far as the device knows.
+      done: it has left its slot.
+      stopped: by a stop id, the last of the tokens.
+      bad: with an error.
+      row: of the result's log-probabilities.
+      accepted, drafted: of a round, r after the cut and the drafts verified; None
+        for a prompt's first token.
+    """
+
+    tokens: list[int]
+    done: bool
+    stopped: bool
+    bad: bool
+    row: int
+    accepted: int = 0
+    drafted: int | None = None
+
+
+def of_prefill(result) -> Made:
+    """The first token; none is drawn for a request that was retracted."""
+    tokens = [] if result.bad or result.token < 0 else [int(result.token)]
+    return Made(
+        tokens, bool(result.finished), bool(result.stopped), bool(result.bad), 0
+    )
+
+
+def of_round(result, slot: int) -> Made:
+    """What a round made in a slot that was live in it."""
+    return Made(
+        tokens=result.tokens_BW[slot, : int(result.emitted_B[slot])].tolist(),
+        done=bool(result.finished_B[slot]),
+        stopped=bool(result.stopped_B[slot]),
+        bad=bool(result.bad_B[slot]),
+        row=slot,
+        accepted=int(result.num_accepted_B[slot]),
+        drafted=int(result.verify_len_B[slot]) - 1,
+    )
+
+
+def book(job: Job, made: Made, logprobs) -> tuple[list[int], bool]:
+    """Writes a result into its request's generation.
+
+    Returns:
+      The tokens that it got, and whether a stop string ended it (the device knows
+      of ids only).
+    """
+    generation = job.generation
+    stop = made.tokens[-1] if made.stopped and made.tokens else None
+    new, found = book_text(job, made.tokens, ends_with_id=stop is not None)
+    if made.drafted is not None:
+        generation.emitted.append(len(new))
+        generation.accepted.append(made.accepted)
+        generation.drafted.append(made.drafted)
+    if job.settings.logprobs and new:
+        book_logprobs(job, len(new), made.row, logprobs)
+    generation.tokens.extend(new)
+    if found is not None or made.stopped:
+        generation.stopped_by = stop if found is None else found
+    return new, found is not None
 
 
 def book_logprobs(job: Job, count: int, row: int, made) -> None:

@@ -6,9 +6,10 @@ import dataclasses
 
 from spec_jax.core.calibration import CostTable
 from spec_jax.core.errors import UserError
-from spec_jax.core.verify_layout import Ladder
+from spec_jax.core.verify_layout import Ladder, full_ladder
 from spec_jax.decode.auto_off import AutoOff
 from spec_jax.decode.budget import BudgetOptions
+from spec_jax.decode.request import NUM_TOP_LOGPROBS
 from spec_jax.decode.step import RoundOptions
 from spec_jax.target.spec import TargetSpec
 
@@ -31,11 +32,14 @@ class EngineOptions:
       penalties: serve penalties and logit bias (keeps counts `[B, V]`); without,
         requests that ask for them are refused.
       logprobs: most alternatives a request may ask for beside the tokens' own
-        log-probabilities; None: log-probabilities are refused.
+        log-probabilities, 0 to 20; None: log-probabilities are refused.
       auto_off: when speculation switches itself off; None: never.
       ladder: the (R, T) programs; None: all slots, full windows.
       cost: seconds of each; None: a planned round verifies everything.
       budget: how budgets are chosen, in a planned mode (see `round.plan`).
+      num_ids: ids that may be emitted lie below it: those of the tokenizer, where
+        the target's vocabulary is padded. Plain and speculative decoding then
+        follow the target's law without the padding. 0: all of V.
       keep_rounds: records of the newest rounds that `trace` holds.
     """
 
@@ -51,6 +55,7 @@ class EngineOptions:
     ladder: Ladder | None = None
     cost: CostTable | None = None
     budget: BudgetOptions = dataclasses.field(default_factory=BudgetOptions)
+    num_ids: int = 0
     keep_rounds: int = 4096
 
     def __post_init__(self):
@@ -61,10 +66,60 @@ class EngineOptions:
             raise UserError(
                 f"serve.prefill_buckets={buckets} must be ascending positive lengths"
             )
-        if self.logprobs is not None and self.logprobs < 0:
+        if self.num_ids < 0:
+            raise UserError(f"serve.num_ids={self.num_ids} must be 0 (all) or positive")
+        most = NUM_TOP_LOGPROBS
+        if self.logprobs is not None and not 0 <= self.logprobs <= most:
             raise UserError(
-                f"serve.logprobs={self.logprobs} must be None (off) or at least 0"
+                f"serve.logprobs={self.logprobs} must be None (off) or at least 0, at "
+                f"most {most}"
             )
+
+
+def alternatives(options: EngineOptions, spec: TargetSpec) -> int | None:
+    """The most alternatives that a token's log-probabilities come with.
+
+    No more than there are tokens; None where log-probabilities are refused.
+    """
+    if options.logprobs is None:
+        return None
+    return min(options.logprobs, emitted_ids(options, spec))
+
+
+def emitted_ids(options: EngineOptions, spec: TargetSpec) -> int:
+    """Ids below it may be emitted.
+
+    Raises:
+      UserError: more of them than the target has.
+    """
+    if options.num_ids > spec.vocab_size:
+        raise UserError(
+            f"serve.num_ids={options.num_ids} is more than the target's "
+            f"{spec.vocab_size} tokens; this tokenizer is another model's"
+        )
+    return options.num_ids or spec.vocab_size
+
+
+def ladder_of(options: EngineOptions, window: int, *, plain: bool) -> Ladder:
+    """The (R, T) programs of an engine, and of its cost table.
+
+    Args:
+      options: of the engine.
+      window: W.
+      plain: there is no drafter: programs of one row, for the same slot buckets.
+
+    Raises:
+      UserError: a ladder, or a cost table, for other slots or another window.
+    """
+    ladder = options.ladder or full_ladder((options.slots,), window)
+    if plain:
+        ladder = full_ladder(tuple(size for size, _ in ladder.buckets), window)
+    ladder.check(options.slots, window)
+    if options.cost is not None:
+        options.cost.check(
+            num_draft=window - 1, ladder=ladder.buckets, allow_unmarked=True
+        )
+    return ladder
 
 
 def room_of(max_context: int, window: int, spec: TargetSpec) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from spec_jax.core import keys, masks
-from spec_jax.decode.forward import Weights, stored
+from spec_jax.decode.forward import Weights, stored, target_logits
 from spec_jax.decode.state import DecodeState, Slots
 from spec_jax.drafters.base import Drafter, Rows
 from spec_jax.sampling import draws, logprobs, penalties, transform
@@ -107,6 +107,7 @@ def prefill_step(
     chunk: Chunk,
     *,
     top_logprobs: int = 0,
+    num_ids: int = 0,
 ):
     """Runs one chunk: `(state, PrefillResult)`; donate the state."""
     size_t = chunk.tokens_T.shape[0]
@@ -125,7 +126,7 @@ def prefill_step(
     )
     last = chunk.count - 1
     hidden_BTD = jax.lax.dynamic_slice_in_dim(output.hidden_BTD, last, 1, axis=1)
-    logits_BTV = model.logits(weights.target, hidden_BTD)
+    logits_BTV = target_logits(weights, hidden_BTD, num_ids)
     request = chunk.request
     history, past = _history_with(state.slots.history, chunk), None
     if history is not None:

@@ -12,7 +12,7 @@ from spec_jax.core.verify_layout import Ladder
 from spec_jax.decode import prefill, step
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job
-from spec_jax.decode.options import EngineOptions
+from spec_jax.decode.options import EngineOptions, alternatives
 from spec_jax.decode.request import NUM_BIASES, NUM_STOP_IDS, Settings, stop_ids_of
 from spec_jax.decode.state import DecodeState, Slots, empty_slots
 from spec_jax.drafters.base import Drafter
@@ -69,7 +69,9 @@ def compile_programs(
     taps = drafter.needs.layer_ids if drafter else ()
     is_packed = options.round.plan.is_packed
     round_options = dataclasses.replace(
-        options.round, top_logprobs=options.logprobs or 0
+        options.round,
+        top_logprobs=alternatives(options, spec) or 0,
+        num_ids=options.num_ids,
     )
     abstract = jax.eval_shape(lambda x: x, (weights, state))
 
@@ -115,6 +117,7 @@ def compile_programs(
             state,
             chunk,
             top_logprobs=round_options.top_logprobs,
+            num_ids=options.num_ids,
         )
 
     for size in options.prefill_buckets:

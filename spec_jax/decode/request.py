@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from spec_jax.core.errors import UserError
@@ -13,6 +13,14 @@ from spec_jax.core.errors import UserError
 NUM_STOP_IDS = 8
 NUM_BIASES = 64
 NUM_STOPS = 16
+NUM_TOP_LOGPROBS = 20
+
+# How a field is annotated -> what its values are, in code and in words.
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Settings:
         logits of tokens in the prompt or the answer. 1 is off.
       logit_bias: pairs (token id, bias in [-100, 100]); a mapping is accepted.
       logprobs: report the log-probability of every emitted token.
-      top_logprobs: and of this many likeliest alternatives.
+      top_logprobs: and of this many likeliest alternatives, at most
+        `NUM_TOP_LOGPROBS`.
       num_draft: a window of its own, outside any budget and never switched off:
         this many drafts are verified every round. None: the engine decides.
     """
@@ -63,6 +72,7 @@ class Settings:
     num_draft: int | None = None
 
     def __post_init__(self):
+        self._check_types()
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.temperature != 0 and not 1e-4 <= self.temperature <= 1e4:
@@ -82,9 +92,10 @@ class Settings:
             raise UserError(f"seed={self.seed} must lie in [0, 2**31)")
         self._check_stops()
         self._check_penalties()
-        if self.top_logprobs < 0:
+        if not 0 <= self.top_logprobs <= NUM_TOP_LOGPROBS:
             raise UserError(
-                f"top_logprobs={self.top_logprobs} must be 0 (none) or positive"
+                f"top_logprobs={self.top_logprobs} must be 0 (none) or positive, at "
+                f"most {NUM_TOP_LOGPROBS}"
             )
         if self.top_logprobs and not self.logprobs:
             raise UserError(
@@ -96,9 +107,30 @@ class Settings:
                 "least 0"
             )
 
+    def _check_types(self):
+        """Refuses a scalar of another type: `2.5` tokens, the text "false"."""
+        for field in dataclasses.fields(self):
+            kind, _, optional = str(field.type).partition(" | ")
+            value = getattr(self, field.name)
+            if kind not in _KINDS or (optional and value is None):
+                continue
+            if not _is(value, _KINDS[kind][0]):
+                raise UserError(
+                    f"{field.name}={value!r} must be {_KINDS[kind][1]}"
+                    f"{', or None' if optional else ''}"
+                )
+
     def _check_stops(self):
+        ids = self.stop_ids
+        if not isinstance(ids, _LISTS) or not all(_is(i, Integral) for i in ids):
+            raise UserError(f"stop_ids={ids!r} must be a list of token ids")
+        object.__setattr__(self, "stop_ids", tuple(int(i) for i in ids))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if not isinstance(self.stop, _LISTS):
+            raise UserError(
+                f"stop={self.stop!r} must be a string, or a list of strings"
+            )
         object.__setattr__(self, "stop", tuple(self.stop))
         if len(self.stop) > NUM_STOPS:
             raise UserError(
@@ -122,11 +154,7 @@ class Settings:
                 f"repetition_penalty={self.repetition_penalty} must lie in (0, 10]; 1 "
                 "is off"
             )
-        pairs: Any = self.logit_bias
-        if isinstance(pairs, Mapping):
-            pairs = pairs.items()
-        pairs = tuple((int(token), float(bias)) for token, bias in pairs)
-        object.__setattr__(self, "logit_bias", pairs)
+        pairs = _pairs_of(self.logit_bias)
         if len(pairs) > NUM_BIASES:
             raise UserError(
                 f"logit_bias has {len(pairs)} ids; at most {NUM_BIASES} are supported"
@@ -135,10 +163,12 @@ class Settings:
         if len(set(ids)) != len(ids):
             raise UserError("logit_bias names an id twice; give each id once")
         for token, bias in pairs:
-            if not (math.isfinite(bias) and -100 <= bias <= 100):
+            if not -100 <= bias <= 100:
                 raise UserError(
                     f"logit_bias of id {token} is {bias}; it must lie in [-100, 100]"
                 )
+        biases = tuple((token, float(bias)) for token, bias in pairs)
+        object.__setattr__(self, "logit_bias", biases)
 
     @property
     def has_rules(self) -> bool:
@@ -151,11 +181,44 @@ class Settings:
         )
 
 
+_LISTS = (tuple, list)
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Of that kind; True and False are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _pairs_of(given: Any) -> list[tuple[int, Any]]:
+    """Pairs from pairs or from a mapping, whose ids may be JSON's texts.
+
+    Raises:
+      UserError: something else, an id that is no whole number, or a bias that is
+        no number.
+    """
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    wanted = "must be pairs of a token id and a bias, or an object of them"
+    if not isinstance(pairs, _LISTS):
+        raise UserError(f"logit_bias={given!r} {wanted}")
+    found = []
+    for pair in pairs:
+        if not (isinstance(pair, _LISTS) and len(pair) == 2):
+            raise UserError(f"logit_bias holds {pair!r}; it {wanted}")
+        token, bias = pair
+        if isinstance(token, str) and token.isdecimal() and token.isascii():
+            token = int(token)
+        if not (_is(token, Integral) and _is(bias, Real)):
+            raise UserError(f"logit_bias holds {pair!r}; it {wanted}")
+        found.append((int(token), bias))
+    return found
+
+
 def settings_of(fields: Mapping[str, Any]) -> Settings:
     """Settings from a caller's fields; what is not supported is never ignored.
 
     Raises:
-      UserError: an unknown field, or a value out of its range.
+      UserError: an unknown field, or a value of the wrong type or out of its
+        range; the sentence names the field.
     """
     known = {f.name for f in dataclasses.fields(Settings)}
     unknown = sorted(set(fields) - known)
@@ -165,12 +228,7 @@ def settings_of(fields: Mapping[str, Any]) -> Settings:
             f"{name}={fields[name]!r} is not supported; leave it out, or use one of "
             f"{', '.join(sorted(known))}"
         )
-    try:
-        return Settings(**fields)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"a field has the wrong type ({error}); correct it") from error
+    return Settings(**fields)
 
 
 @dataclasses.dataclass
@@ -278,9 +336,9 @@ class Offer:
     """What an engine was built for; `check_features` refuses the rest.
 
     Attributes:
-      vocab_size: V.
+      vocab_size: V, without its padding.
       penalties: penalties and logit bias were compiled.
-      logprobs: None, or the most alternatives a token may ask for.
+      logprobs: None, or the most alternatives a token may ask for; at most V.
       text: there is a tokenizer.
       num_draft: M of the round, 0 without a drafter.
       is_chain: drafts form a chain.
@@ -317,6 +375,11 @@ def check_features(settings: Settings, offer: Offer) -> None:
         raise UserError(
             f"logit_bias names id {bad[0]}, outside the target's {offer.vocab_size} "
             "tokens"
+        )
+    if settings.top_logprobs > offer.vocab_size:
+        raise UserError(
+            f"top_logprobs={settings.top_logprobs} is more than the target's "
+            f"{offer.vocab_size} tokens; ask for fewer"
         )
     if settings.logprobs and (
         offer.logprobs is None or settings.top_logprobs > offer.logprobs

@@ -68,6 +68,8 @@ class RoundResult:
       emitted_B: tokens emitted this round.
       num_accepted_B: r after the cut; raw_accepted_B before it.
       verify_len_B: rows verified, anchor included.
+      full_B: every draft inside the plan was accepted: the next token is a bonus,
+        else a correction.
       ran_B: the slot was live in this round.
       finished_B, stopped_B, bad_B: how it ended, if it did.
       logprobs: of the emitted tokens, where compiled.
@@ -81,6 +83,7 @@ class RoundResult:
     num_accepted_B: jnp.ndarray  # [B]
     raw_accepted_B: jnp.ndarray  # [B]
     verify_len_B: jnp.ndarray  # [B]
+    full_B: jnp.ndarray  # [B]
     ran_B: jnp.ndarray  # [B]
     finished_B: jnp.ndarray  # [B]
     stopped_B: jnp.ndarray  # [B]

@@ -32,12 +32,15 @@ class RoundOptions:
       one_hot_draft: argmax drafts with one-hot q for sampled requests too.
       topology: what is drafted: a chain, or a tree.
       top_logprobs: alternatives reported of each token, where a request asks.
+      num_ids: ids that may be emitted lie below it; 0 is all (see
+        `forward.target_logits`).
       plan: how many of the drafts are verified.
     """
 
     one_hot_draft: bool = False
     topology: Topology = CHAIN_TOPOLOGY
     top_logprobs: int = 0
+    num_ids: int = 0
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
 
 
@@ -105,7 +108,9 @@ def round_step(
     )
     if rows is not None and rows >= math.prod(layout.tokens_BW.shape):
         rows = None  # nothing to pack
-    logits_BWV, output = forward.target_rows(spec, weights, state, layout, taps, rows)
+    logits_BWV, output = forward.target_rows(
+        spec, weights, state, layout, taps, rows, options.num_ids
+    )
     verdict = verify.accept(logits_BWV, forward.stored(output), slots, proposal, layout)
     state, result = commit.commit(
         drafter, weights, state, layout, proposal, verdict, output

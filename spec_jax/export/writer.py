@@ -23,7 +23,7 @@ from spec_jax.data import files as files_lib
 from spec_jax.drafters.base import Drafter
 from spec_jax.export import golden, names, registry, shared, storage
 from spec_jax.export.kinds import own
-from spec_jax.export.kinds.base import Header
+from spec_jax.export.kinds.base import OWN, Form, Header
 from spec_jax.export.storage import (
     CONFIG,
     CONTRACT,
@@ -46,7 +46,7 @@ class Written:
       parity_max_abs: largest difference of training-time and serving-time draft
         logits of the same prefixes, from the exported weights; None without a
         golden probe, or without weights.
-      notes: sentences on what looks untrained.
+      notes: sentences on what looks untrained, and on who does not read the folder.
     """
 
     path: str
@@ -99,7 +99,7 @@ def write_folder(
     form = registry.form_of(drafter)
     plan = shared.plan_of(drafter, form)
     weights = names.to_public(plan, params, form.title)
-    notes = tuple(shared.untrained(weights))
+    notes = shared.untrained(weights)
     weights |= form.constants(drafter.options, target_spec)
     if embed_VD is not None:
         weights[shared.EMBEDDING] = np.asarray(embed_VD)
@@ -111,6 +111,12 @@ def write_folder(
         weights[names.D2T], weights[names.T2D] = vocab.offsets(), vocab.kept()
     header = Header(dtype, None if vocab is None else vocab.size)
     config = form.to_config(drafter, target_spec, header)
+    second = None if form.second is None else form.second(drafter, target_spec, header)
+    only_here = _only_here(form, draft_vocab)
+    if only_here:
+        notes.append(only_here)
+        for content in (config, second[1] if second else {}):
+            content[OWN] = {**content.get(OWN, {}), "note": only_here}
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
     work = tempfile.mkdtemp(prefix=f".{name}.writing-", dir=parent)
@@ -120,9 +126,8 @@ def write_folder(
             CONTRACT: contract.to_json().encode() + b"\n",
             WEIGHTS: safetensors.numpy.save(weights, metadata={"format": "pt"}),
         }
-        if form.second is not None:
-            second, content = form.second(drafter, target_spec, header)
-            files[second] = _json(content)
+        if second is not None:
+            files[second[0]] = _json(second[1])
         for file_name, content in files.items():
             files_lib.write_atomically(os.path.join(work, file_name), content)
         parity = None
@@ -162,7 +167,25 @@ def write_folder(
         storage.put_in_place(work, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Written(path, shas[WEIGHTS], parity, notes)
+    return Written(path, shas[WEIGHTS], parity, tuple(notes))
+
+
+def _only_here(form: Form, vocab: DraftVocab | None) -> str:
+    """Why the public readers of a kind do not read a folder; "" where they do.
+
+    Their tables of corrections have a row for every token of the target (drafter
+    contracts, sections 5.2, 6.2 and 10.34). A head of the drafter's own is read
+    with its map.
+    """
+    if vocab is None or form.table is None or form.own_head:
+        return ""
+    alike = f" (as {', '.join(form.reduced_by)} has it)" if form.reduced_by else ""
+    return (
+        f"tensor {form.table} has {vocab.size} rows, one for each token that may be "
+        f"drafted{alike}; spec_jax reads that, but engines that know "
+        f"{form.architectures[0]} want all {vocab.vocab_size} of the target's: train "
+        "with drafter.draft_vocab=0 to serve it there"
+    )
 
 
 def _without_noise(drafter: Drafter, target_spec: TargetSpec) -> Drafter:

@@ -13,6 +13,7 @@ from spec_jax.core.errors import UserError
 KINDS = ("ce", "dpace", "lk_alpha", "lk_lambda", "lk_tv")
 LK_KINDS = ("alpha", "lambda", "tv")
 TEACHER_MASSES = ("draft", "full")
+TEACHER_ROWS = ("argmax", "label")
 
 # The terms an objective is summed from, and what a drafter must give for each.
 TERMS = {
@@ -54,6 +55,11 @@ class ObjectiveOptions:
       teacher_mass: what p is where the draft vocabulary is reduced. "draft":
         renormalised over it. "full": the full vocabulary's softmax, restricted to
         it, so that an overlap counts the mass the draft vocabulary lost.
+      teacher_rows: which rows a renormalised p counts in. "argmax": those whose
+        likeliest token of the whole vocabulary is in the draft vocabulary, as
+        EAGLE-3's supervised mask has it; costs the whole head once a row. "label":
+        those whose label is; for greedy text they are the same, at the cost of
+        the draft vocabulary's columns alone.
       selector_warmup: share of training in which the selector's weight is 0.
       selector_ramp: share of training after it in which that weight grows
         linearly to its full size.
@@ -76,6 +82,7 @@ class ObjectiveOptions:
     selector: float | None = None
     lk_kind: str = "alpha"
     teacher_mass: str = "draft"
+    teacher_rows: str = "argmax"
     selector_warmup: float = 0.0
     selector_ramp: float = 0.0
     selector_stop_gradient: bool = False
@@ -85,12 +92,19 @@ class ObjectiveOptions:
             ("kind", KINDS),
             ("lk_kind", LK_KINDS),
             ("teacher_mass", TEACHER_MASSES),
+            ("teacher_rows", TEACHER_ROWS),
         ):
             if getattr(self, name) not in known:
                 raise UserError(
                     f"objective.{name}={getattr(self, name)!r} must be one of "
                     f"{', '.join(known)}"
                 )
+        if self.teacher_mass == "full" and self.teacher_rows != "argmax":
+            raise UserError(
+                f"objective.teacher_rows={self.teacher_rows!r} has no place beside "
+                "objective.teacher_mass='full', where every supervised row counts; "
+                "leave it out"
+            )
         for name in ("decay_gamma", "kl_scale", "kl_decay", "chunk_rows"):
             if not getattr(self, name) >= 0:
                 raise UserError(

@@ -15,6 +15,12 @@ def uses_full_head(frozen: Frozen, options: ObjectiveOptions) -> bool:
     return options.teacher_mass == "full" and frozen.target_ids_U is not None
 
 
+def reads_full_head(frozen: Frozen, options: ObjectiveOptions) -> bool:
+    """Whether a teacher's term looks at the whole vocabulary of a reduced one."""
+    asked = options.teacher_mass == "full" or options.teacher_rows == "argmax"
+    return asked and frozen.target_ids_U is not None
+
+
 def vocabulary_rows(
     outputs: TrainOutputs,
     frozen: Frozen,
@@ -38,9 +44,10 @@ def vocabulary_rows(
       valid_XM: 1.0 where a row is supervised.
 
     Returns:
-      `ce` and `hit`; with a teacher's term `log_overlap`, `agree`, and what the
-      terms need of `soft_ce` and `kl`; with the selector `selector_ce`,
-      `selector_covered`, `selector_hit`.
+      `ce` and `hit`; with a teacher's term `log_overlap`, `agree`, `best_known`
+      (1.0 where the target's likeliest token is in the draft vocabulary, or nobody
+      looks: see `reads_full_head`), and what the terms need of `soft_ce` and `kl`;
+      with the selector `selector_ce`, `selector_covered`, `selector_hit`.
     """
     rows = {"hidden": outputs.hidden_XMD, "column": columns_XM}
     if outputs.correction_XME is not None:
@@ -56,8 +63,8 @@ def vocabulary_rows(
         rows["query"] = select.detached_query_XME if detach else select.query_XME
     frozen_head_DU = jax.lax.stop_gradient(frozen.head_DU)
     head_DU = frozen_head_DU if outputs.head_DU is None else outputs.head_DU
-    full = uses_full_head(frozen, options)
-    full_head_DV = jax.lax.stop_gradient(frozen.full_head_DV) if full else None
+    looks = reads_full_head(frozen, options)
+    full_head_DV = jax.lax.stop_gradient(frozen.full_head_DV) if looks else None
 
     def of_chunk(*arrays):
         row = dict(zip(rows, arrays, strict=True))
@@ -69,14 +76,20 @@ def vocabulary_rows(
         found = {"ce": ce_X, "hit": hit_X}
         if wanted:
             log_p_XU, best_X = teacher.teacher_law(
-                row["teacher"], frozen_head_DU, full_head_DV, frozen.target_ids_U
+                row["teacher"],
+                frozen_head_DU,
+                full_head_DV,
+                frozen.target_ids_U,
+                options.teacher_mass,
             )
+            known_X = jnp.ones(best_X.shape, bool)
+            if looks:
+                best_X, known_X = vocabulary.draft_columns(frozen, best_X)
             log_q_XU = logits_XU - norm_X[:, None]
             found |= teacher.teacher_rows(log_p_XU, log_q_XU, wanted)
-            ours_X = jnp.argmax(logits_XU, -1)
-            if full:
-                ours_X = jnp.take(frozen.target_ids_U, ours_X)
-            found["agree"] = (ours_X == best_X).astype(jnp.float32)
+            same_X = (jnp.argmax(logits_XU, -1) == best_X) & known_X
+            found["agree"] = same_X.astype(jnp.float32)
+            found["best_known"] = known_X.astype(jnp.float32)
         if select is not None:
             unary_XU = jax.lax.stop_gradient(logits_XU) if detach else logits_XU
             found |= selector.selector_rows(

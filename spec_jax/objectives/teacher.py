@@ -18,27 +18,33 @@ from spec_jax.objectives.hard_labels import lambda_mix
 from spec_jax.objectives.records import ObjectiveOptions
 
 
-def teacher_law(teacher_XD, head_DU, full_head_DV=None, target_ids_U=None):
+def teacher_law(
+    teacher_XD, head_DU, full_head_DV=None, target_ids_U=None, mass: str = "full"
+):
     """log p over the draft vocabulary, and the target's favourite token.
 
     Args:
       teacher_XD: the target's post-norm hidden rows.
       head_DU: the target's head columns of the draft vocabulary.
-      full_head_DV: the whole head, where p is the full vocabulary's softmax; None:
-        p is renormalised over the draft vocabulary.
+      full_head_DV: the whole head, where its law is to be known; None: p is the
+        softmax over `head_DU`.
       target_ids_U: target id of each column; needed with `full_head_DV`.
+      mass: with `full_head_DV`, "full": p is the full vocabulary's softmax; "draft":
+        p is renormalised over the draft vocabulary.
 
     Returns:
       log_p_XU: float32, without gradient.
-      best_X: argmax of p: a target id with `full_head_DV`, else a column.
+      best_X: the likeliest token: a target id with `full_head_DV`, else a column.
     """
     head = head_DU if full_head_DV is None else full_head_DV
     logits = jax.lax.stop_gradient(
         jnp.matmul(teacher_XD, head, preferred_element_type=jnp.float32)
     ).astype(jnp.float32)
     best_X = jnp.argmax(logits, -1)
+    if full_head_DV is not None and mass == "draft":
+        logits = jnp.take(logits, target_ids_U, axis=-1)
     log_p = logits - jax.nn.logsumexp(logits, -1, keepdims=True)
-    if full_head_DV is not None:
+    if full_head_DV is not None and mass == "full":
         log_p = jnp.take(log_p, target_ids_U, axis=-1)
     return log_p, best_X
 

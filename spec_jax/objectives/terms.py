@@ -14,15 +14,21 @@ Which rows carry weight, where the draft vocabulary is reduced:
 
 - `ce` and `selector` need a label in it. The selector further drops labels
   outside its K candidates, from the numerator only.
-- `soft_ce`, `l1`, `lk` and `confidence` need that too while p is renormalised over
-  it (`teacher_mass="draft"`): a p without its most likely token says nothing. With
-  "full" every supervised row counts.
+- `soft_ce`, `l1`, `lk` and `confidence` need the target's likeliest token in it
+  while p is renormalised over it (`teacher_mass="draft"`): a p without that token
+  says nothing (EAGLE-3's supervised mask; drafter contracts, section 3.4). Whatever
+  the label is: text that was sampled, or edited, need not be the favourite.
+  `teacher_rows="label"` asks for the label instead. With "full" every supervised
+  row counts.
 - `smooth_l1` takes every supervised row.
 
-The denominator holds the rows that at least one active term can use.
+The denominator holds the rows that at least one active term can use, once for all
+of them: a term adds nothing where it cannot be used.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +53,12 @@ from spec_jax.objectives.records import (
     ObjectiveOptions,
     active_terms,
 )
-from spec_jax.objectives.rows import only_valid, uses_full_head, vocabulary_rows
+from spec_jax.objectives.rows import (
+    only_valid,
+    reads_full_head,
+    uses_full_head,
+    vocabulary_rows,
+)
 
 _LABEL_TERMS = ("ce", "selector")
 
@@ -84,11 +95,12 @@ def loss(
       `label_prob`; `accept_length` (tokens a round would emit if the text were the
       target's: the teacher-forced accepted prefix and the token after it, within
       the supervised text; counted in blocks); `unrepresentable` (labels outside
-      the draft vocabulary; every metric counts them as misses, as serving would,
-      unless p itself counts the lost mass).
+      the draft vocabulary; what compares with labels counts them as misses, as
+      serving would).
 
       With a term that reads the teacher: `overlap` and `overlap_<j>` (A: the
-      probability that a draft drawn from q is accepted); `teacher_agreement` (the
+      probability that a draft drawn from q is accepted; 0 in the rows where p does
+      not count, see the module); `teacher_agreement` (the
       favourites are the same); `tau_probabilistic` (as `accept_length`, expected
       under those overlaps).
 
@@ -115,18 +127,13 @@ def loss(
     columns_XM, known_XM = vocabulary.draft_columns(frozen, outputs.labels_XM)
     valid_XM = outputs.valid_XM.astype(jnp.float32)
     label_XM = valid_XM * known_XM
-    whole = uses_full_head(frozen, options)
-    rows_of = {
-        term: label_XM
-        if term in _LABEL_TERMS or (term in TEACHER_TERMS and not whole)
-        else valid_XM
-        for term in active
-    }
-    counted_XM = label_XM
-    if any(mask_XM is valid_XM for mask_XM in rows_of.values()):
-        counted_XM = valid_XM
-
     rows = vocabulary_rows(outputs, frozen, options, active, columns_XM, valid_XM)
+    taught_XM = _taught_rows(rows, frozen, options, valid_XM, label_XM)
+    masks = dict.fromkeys(TERMS, valid_XM)
+    masks |= dict.fromkeys(TEACHER_TERMS, taught_XM)
+    masks |= dict.fromkeys(_LABEL_TERMS, label_XM)
+    rows_of = {term: masks[term] for term in active}
+    counted_XM = functools.reduce(jnp.maximum, rows_of.values())
     # Rows without a label may hold anything; a select keeps it out of the sums.
     ce_XM = jnp.where(label_XM > 0, rows["ce"], 0.0)
     hit_XM = jnp.where(label_XM > 0, rows["hit"], 0.0)
@@ -140,7 +147,6 @@ def loss(
             only_valid(outputs.feature_XMD, valid_XM),
             only_valid(outputs.feature_target_XMD, valid_XM),
         )
-    taught_XM = valid_XM if whole else label_XM
     if "log_overlap" in rows:
         more |= _teacher_terms(losses, active, outputs, rows, taught_XM, options)
         more |= _teacher_metrics(rows, taught_XM, valid_XM)
@@ -173,6 +179,15 @@ def loss(
         metrics[f"{term}_loss"] = (jax.lax.stop_gradient(part), sums.denominator)
     metrics |= _by_draft("acc", hit_XM, valid_XM)
     return sums, metrics | more
+
+
+def _taught_rows(rows, frozen, options, valid_XM, label_XM):
+    """1.0 where p counts; see the module."""
+    if uses_full_head(frozen, options):
+        return valid_XM
+    if options.teacher_rows == "label":
+        return label_XM
+    return valid_XM * rows.get("best_known", 1.0)
 
 
 def _teacher_terms(losses, active, outputs, rows, taught_XM, options):
@@ -249,11 +264,14 @@ def require_inputs(
                     f"not give; set objective.{term}=0, or use {_FIXES[field]}"
                 )
     taught = [term for term in active if term in TEACHER_TERMS]
-    if taught and uses_full_head(frozen, options) and frozen.full_head_DV is None:
+    if taught and reads_full_head(frozen, options) and frozen.full_head_DV is None:
+        asked, fix = "teacher_rows='argmax'", "teacher_rows='label'"
+        if options.teacher_mass == "full":
+            asked, fix = "teacher_mass='full'", f"teacher_mass='draft' and {fix}"
         raise UserError(
-            "objective.teacher_mass='full' needs the target's whole head over a "
-            "reduced vocabulary, and Frozen.full_head_DV is None; make it with "
-            "frozen_from_params, or set objective.teacher_mass='draft'"
+            f"objective.{asked} needs the target's whole head over a reduced "
+            "vocabulary, and Frozen.full_head_DV is None; make it with "
+            f"frozen_from_params, or set objective.{fix}"
         )
     if (outputs.correction_XME is None) != (outputs.correction_EU is None):
         raise ValueError(

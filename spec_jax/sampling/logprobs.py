@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from spec_jax.core.errors import UserError
 from spec_jax.core.shapes import bind
 
 
@@ -39,7 +40,15 @@ def of_tokens(logits_BWV, tokens_BT, wanted_B, num_top: int, row_BT=None) -> Log
       wanted_B: [B] bool; with nobody, nothing is computed.
       num_top: N, alternatives of each token (static).
       row_BT: row that predicts each token; None: row t predicts token t.
+
+    Raises:
+      UserError: more alternatives than there are tokens.
     """
+    if num_top > logits_BWV.shape[-1]:
+        raise UserError(
+            f"top_logprobs={num_top} is more than the target's "
+            f"{logits_BWV.shape[-1]} tokens; ask for fewer"
+        )
     bind(logits_BWV=logits_BWV, tokens_BT=tokens_BT, wanted_B=wanted_B)
     shape = tokens_BT.shape
 

@@ -281,3 +281,19 @@ def likeliest_shape(
 # A fixed tree of 25 drafts in 5 levels, for a head whose first guess is right in
 # three rounds of five.
 DEFAULT_STATIC_TREE = likeliest_shape((0.6, 0.18, 0.08, 0.04), nodes=25, max_depth=5)
+
+
+def cut(parents: tuple[int, ...], max_depth: int) -> tuple[int, ...]:
+    """A fixed tree without its nodes below `max_depth` levels, rows renumbered.
+
+    Args:
+      parents: parent row of rows 1, 2, ...; 0 is the root.
+      max_depth: levels that stay, at least 1.
+    """
+    depth, row_of, kept = [0], {0: 0}, []
+    for row, parent in enumerate(parents, 1):
+        depth.append(depth[parent] + 1)
+        if depth[row] <= max_depth:
+            kept.append(row_of[parent])
+            row_of[row] = len(kept)
+    return tuple(kept)

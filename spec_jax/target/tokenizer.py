@@ -64,6 +64,11 @@ class Tokenizer:
     json_text: str = dataclasses.field(repr=False, compare=False)
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
 
+    @property
+    def num_ids(self) -> int:
+        """All its ids lie below it; from here on a vocabulary is padding."""
+        return max(self.backend.get_vocab().values(), default=-1) + 1
+
     def encode(self, text: str) -> list[int]:
         """Token ids of trusted text: special tokens in it become their ids.
 

@@ -82,36 +82,113 @@ def test_additive_interpolates_and_clamps():
     assert table.round_time(0, 0) == pytest.approx(0.01)
 
 
-BAD_STS = {
-    "missing": {},
-    "temperatures": {"temperatures": [1.0, 0.0]},
-    "nan": {"temperatures": [float("nan")]},
-    "text": {"temperatures": ["1.0"]},
-    "ece_before": {"temperatures": [1.0, 1.0], "ece_before": [0.1]},
-}
+GOOD_STS = {"temperatures": [1.0, 1.0]}
+HUGE, INF, NAN = 10**400, float("inf"), float("nan")
+BAD_STS = [
+    ("temperatures", {}),
+    ("temperatures", {"temperatures": [1.0, 0.0]}),
+    *(
+        ("temperatures", {"temperatures": value})
+        for value in ([], None, 1.0, "12", {"0": 1.0}, [[1.0]], ["1.0"], [True])
+    ),
+    *(("temperatures", {"temperatures": [value]}) for value in (NAN, INF, HUGE, None)),
+    ("ece_before", GOOD_STS | {"ece_before": [0.1]}),
+    ("ece_before", GOOD_STS | {"ece_before": None}),
+    ("ece_after", GOOD_STS | {"ece_after": "0.1"}),
+    *(
+        ("num_samples", GOOD_STS | {"num_samples": value})
+        for value in (None, "many", 1.5, -1, INF, [3], True)
+    ),
+    ("dataset", GOOD_STS | {"dataset": None}),
+    *(("spec_jax", GOOD_STS | {"spec_jax": value}) for value in ([], "x", None, 3)),
+    *(
+        (f"spec_jax.{name}", GOOD_STS | {"spec_jax": {name: value}})
+        for name in ("model", "drafter", "device", "sampling")
+        for value in (None, 5, ["x"])
+    ),
+]
 GOOD_FLAT = CostTable(FLAT).to_json()
 GOOD_ADDITIVE = CostTable(ADDITIVE).to_json()
-BAD_COST = {
-    "sample_batch_tokens": GOOD_FLAT | {"sample_batch_tokens": [4, 4, 16]},
-    "sample_steps_per_sec": GOOD_FLAT | {"sample_steps_per_sec": [1.0, 2.0]},
-    "max_batch_tokens": GOOD_FLAT | {"max_batch_tokens": 15},
-    "bias_seconds": GOOD_ADDITIVE | {"bias_seconds": 0.0},
-    "theta_seconds": GOOD_ADDITIVE | {"theta_seconds": [0.0]},
-    "m_probes": GOOD_ADDITIVE | {"m_probes": [2, 2.5, 16]},
-    "positive": GOOD_ADDITIVE | {"alpha_seconds": [-1.0, 0.0]},
-}
 
 
-@pytest.mark.parametrize("name", BAD_STS)
-def test_bad_sts_is_refused(name):
-    with pytest.raises(UserError, match="sts"):
-        calibration.sts_from_json(BAD_STS[name])
+def flat(**changes):
+    return GOOD_FLAT | changes
 
 
-@pytest.mark.parametrize("name", BAD_COST)
-def test_bad_cost_is_refused(name):
-    with pytest.raises(UserError, match=name):
-        calibration.cost_from_json(BAD_COST[name])
+def additive(**changes):
+    return GOOD_ADDITIVE | changes
+
+
+def extras(**changes):
+    return GOOD_FLAT | {"spec_jax": changes}
+
+
+NO_LISTS = (None, 4, "4", {"4": 1}, ["4"], [None], [True], [NAN], [INF], [HUGE])
+BAD_COST = [
+    ("sample_batch_tokens", {}),
+    *(("sample_batch_tokens", flat(sample_batch_tokens=v)) for v in ([], *NO_LISTS)),
+    ("sample_batch_tokens", flat(sample_batch_tokens=[4, 4, 16])),
+    ("sample_batch_tokens", flat(sample_batch_tokens=[-4, 4, 16])),
+    *(("sample_steps_per_sec", flat(sample_steps_per_sec=v)) for v in ([], *NO_LISTS)),
+    ("sample_steps_per_sec", flat(sample_steps_per_sec=[1.0, 2.0])),
+    ("max_batch_tokens", flat(max_batch_tokens=15)),
+    *(
+        ("max_batch_tokens", flat(max_batch_tokens=v))
+        for v in ("x", None, 16.5, INF, [32])
+    ),
+    *(
+        ("bias_seconds", additive(bias_seconds=v))
+        for v in (0.0, -1.0, None, "x", INF, NAN, HUGE, [1.0])
+    ),
+    *(
+        (name, additive(**{name: v}))
+        for name in ("bs_probes", "m_probes", "alpha_seconds", "theta_seconds")
+        for v in ([], *NO_LISTS)
+    ),
+    ("theta_seconds", additive(theta_seconds=[0.0])),
+    ("m_probes", additive(m_probes=[2, 2.5, 16])),
+    ("positive", additive(alpha_seconds=[-1.0, 0.0])),
+    *(("spec_jax", GOOD_FLAT | {"spec_jax": v}) for v in ([], "x", None, 3)),
+    *(
+        ("spec_jax.ladder", extras(ladder=v))
+        for v in (
+            None,
+            3,
+            "ab",
+            [3],
+            ["ab"],
+            [[1]],
+            [[1, 2]],
+            [[1, ["2"]]],
+            [[1, [2.5]]],
+            [[INF, [2]]],
+            [[0, [2]]],
+            [[1, [2], 3]],
+        )
+    ),
+    *(("spec_jax.num_draft", extras(num_draft=v)) for v in (None, "3", 2.5, INF)),
+    ("spec_jax.model", extras(model=3)),
+    *(("plain_requests", extras(plain_requests=v)) for v in ("12", 3, [1.5], [INF])),
+    ("plain_requests", extras(plain_seconds=[1.0])),
+    ("plain_seconds", extras(plain_requests=[1], plain_seconds=["1"])),
+]
+
+
+@pytest.mark.parametrize(("field", "data"), BAD_STS)
+def test_bad_sts_is_refused(field, data):
+    with pytest.raises(UserError, match=rf"sts\.{field}"):
+        calibration.sts_from_json(data)
+
+
+@pytest.mark.parametrize(("field", "data"), BAD_COST)
+def test_bad_cost_is_refused(field, data):
+    with pytest.raises(UserError, match=rf"cost\..*{field}"):
+        calibration.cost_from_json(data)
+
+
+def test_a_table_of_its_samples_alone_ends_with_the_last():
+    bare = {k: v for k, v in GOOD_FLAT.items() if k != "max_batch_tokens"}
+    assert calibration.cost_from_json(bare).cost.max_batch_tokens == 16
 
 
 def test_unreadable_files_are_refused(tmp_path):
@@ -121,6 +198,12 @@ def test_unreadable_files_are_refused(tmp_path):
     path.write_text("{")
     with pytest.raises(UserError, match="not JSON"):
         calibration.read_cost(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not JSON"):
+        calibration.read_cost(str(path))
+    path.write_bytes(b'{"temperatures": "\xff"}')
+    with pytest.raises(UserError, match="not JSON"):
+        calibration.read_sts(str(path))
     path.write_text("[1]")
     with pytest.raises(UserError, match="one JSON object"):
         calibration.read_cost(str(path))

@@ -112,8 +112,13 @@ def test_corpus_leaves_out_and_counts(tiny):
     long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
     corpus = lib.select_samples([*made, empty, long], 50, looping="drop")
     assert corpus.samples == tuple(made[4:])
-    assert corpus.skipped == {"no answer tokens": 1, "longer than 50 tokens": 1}
+    few = "with less than 2 answer tokens"
+    assert corpus.skipped == {few: 1, "longer than 50 tokens": 1}
     assert corpus.looping == 4
+    assert str(corpus) == (
+        "296 of 302 samples kept; left out: 1 longer than 50 tokens, "
+        f"1 {few}, 4 looping"
+    )
     kept = lib.select_samples(made, 50)
     assert kept.samples == tuple(made) and kept.looping == 0
 
@@ -125,8 +130,42 @@ def test_a_looping_answer_is_cut_where_it_begins_again():
     (cut,) = corpus.samples
     assert cut.tokens == (7, 8, *opening, *loop)
     assert not cut.looping and not lib.is_looping(cut.answer) and corpus.looping == 1
+    assert str(corpus) == "1 of 1 samples kept; 1 cut where they loop"
     straight = lib.make_sample((7, 8), (*opening, *loop), "x")
     assert lib.without_loop(straight) == straight
+
+
+def test_a_cut_that_leaves_nothing_to_train_on_leaves_the_sample_out(tiny):
+    """One token repeated: its first 8-gram comes again after one token."""
+    stuck = [lib.make_sample((7, 8), [9] * 20, f"x{i}") for i in range(9)]
+    made = tiny.samples(10)
+    corpus = lib.select_samples([*made, *stuck], 50, looping="cut")
+    kept = [lib.without_loop(s) if s.looping else s for s in made]
+    assert len(lib.without_loop(stuck[0]).answer) == 1
+    assert list(corpus.samples) == kept and not corpus.skipped
+    assert corpus.looping == 9 + sum(s.looping for s in made)
+    assert str(corpus).startswith("10 of 19 samples kept; left out: 9 looping")
+
+
+def test_long_samples_of_a_file_are_a_choice_and_empty_answers_are_not(tiny):
+    long = Sample(tokens=(1,) * 99, prompt_len=2, source="long")
+    empty = Sample(tokens=(1, 2), prompt_len=2, source="empty")
+    made = [*tiny.samples(20), long, long]
+    corpus = lib.select_samples(made, 50, long_is_fault=False)
+    assert str(corpus) == ("20 of 22 samples kept; left out: 2 longer than 50 tokens")
+    with pytest.raises(UserError, match=r"1 of 23 .*1 with less than 2 answer"):
+        lib.select_samples([*made, empty], 50, long_is_fault=False)
+
+
+def test_a_file_says_which_target_answered_where_the_samples_do(tmp_path):
+    path = str(tmp_path / "s.jsonl")
+    made = [
+        lib.make_sample((1, 2), (3, 4), "a", 0.5, "cafe"),
+        lib.make_sample((1, 2), (5, 6), "b"),
+    ]
+    lib.write_file(path, made)
+    assert lib.read_file(path, 7) == made
+    assert (tmp_path / "s.jsonl").read_text().count("target_fingerprint") == 1
 
 
 def test_more_than_one_percent_skipped_stops_with_reasons(tiny):

@@ -128,6 +128,63 @@ def test_retracted_request_goes_on_as_if_nothing_happened(settings, least):
     assert asking.is_idle(engine)
 
 
+def test_a_callback_may_ask_after_a_retracted_request():
+    """Waiting, filling or decoding: what is booked of it is there."""
+    engine = asking.engine()
+    prompts = tiny.prompts_of(5, 23, seed=57, low=20, high=40)
+    want = engine.generate(prompts, LONG)
+    handles = [engine.submit(p, LONG) for p in prompts]
+    told, done = collections.defaultdict(list), {}
+
+    def on_tokens(handle, new, from_prefill):
+        told[handle] += new
+        for other in handles:
+            if other not in done:
+                held = engine.running(other)  # in whatever place
+                assert held.tokens[: len(told[other])] == told[other]
+        if not from_prefill and handle == handles[0] and len(told[handle]) in range(9):
+            engine.retract(handle)
+
+    while engine.busy:
+        done.update(engine.step(on_tokens))
+        if told[handles[1]]:
+            engine.retract(handles[2])  # its news may still be on its way
+    assert [done[h].tokens for h in handles] == [g.tokens for g in want]
+    assert [told[h] for h in handles] == [g.tokens for g in want]
+    with pytest.raises(KeyError):
+        engine.running(handles[0])
+    assert asking.is_idle(engine)
+
+
+def test_news_survive_a_callback_that_raises():
+    """Every delivery comes once and in order, and everybody is handed out."""
+    engine = asking.engine()
+    prompts = tiny.prompts_of(3, 23, seed=58, low=3, high=8)
+    each = [dataclasses.replace(LONG, max_new_tokens=n) for n in (9, 14, 14)]
+    want = engine.generate(prompts, each)
+    handles = [engine.submit(p, s) for p, s in zip(prompts, each, strict=True)]
+    told, done, calls, raised = collections.defaultdict(list), {}, 0, 0
+
+    def on_tokens(handle, new, from_prefill):
+        nonlocal calls
+        told[handle] += new
+        calls += 1
+        if calls % 2:
+            raise RuntimeError("a listener left")
+
+    for _ in range(200):
+        if not engine.busy:
+            break
+        try:
+            done.update(engine.step(on_tokens))
+        except RuntimeError:
+            raised += 1
+    assert raised > 4
+    assert [done[h].tokens for h in handles] == [g.tokens for g in want]
+    assert [told[h] for h in handles] == [g.tokens for g in want]
+    assert asking.is_idle(engine)
+
+
 def test_retract_while_it_fills_or_is_gone():
     engine = asking.engine()
     prompt = tiny.prompts_of(1, 23, seed=53, low=40, high=40)[0] * 2

@@ -8,7 +8,14 @@ import pytest
 from spec_jax.core.calibration import AdditiveCost, CostTable, FlatCost
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder, even_ladder
-from spec_jax.decode.budget import BudgetOptions, Choice, Planner, Terms, choose
+from spec_jax.decode.budget import (
+    OLDEST_LAGS,
+    BudgetOptions,
+    Choice,
+    Planner,
+    Terms,
+    choose,
+)
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.relay import Relay
 
@@ -208,6 +215,53 @@ def test_stopping_probes_again():
     never = planner_of(table, may_stop=False)
     never.dispatched(0, live, np.full((2, M), 1e-9))
     assert never.decide(2, live, {}).draft
+
+
+def test_an_old_history_is_counted_and_then_forgotten():
+    """Rounds that nobody drafts in leave none: what was known has a last day."""
+    live, oldest = {0: 1, 1: 2}, OLDEST_LAGS * 2
+    full = 2 * M
+    for age in (3, oldest, oldest + 1, 10_000):
+        planner = planner_of()
+        planner.dispatched(0, live, np.full((2, M), 1e-9))
+        assert planner.decide(2, live, {}).budget == 0
+        assert planner.counts.aged == 0  # exactly the lag
+        budget = planner.decide(age, live, {}).budget
+        is_kept = age <= oldest
+        assert budget == (0 if is_kept else full)
+        assert planner.counts.aged == is_kept
+        assert planner.counts.no_budget == (not is_kept)
+        assert planner.counts.slots == (4 if is_kept else 2)
+    # A longer lag ages more slowly.
+    slow = planner_of(extra_lag=2)
+    slow.dispatched(0, live, np.full((2, M), 1e-9))
+    assert slow.decide(4, live, {}).budget == 0
+    assert slow.decide(4 * OLDEST_LAGS, live, {}).budget == 0
+    assert slow.decide(4 * OLDEST_LAGS + 1, live, {}).budget == full
+
+
+def test_a_stop_holds_until_its_probe_is_back_and_no_longer():
+    table = CostTable(LINEAR.cost, (1, 4), (0.6, 0.6))
+    live, hopeless = {0: 1, 1: 2}, np.full((2, M), 1e-9)
+
+    def stopped(probe_every=100):
+        planner = planner_of(table, probe_every=probe_every)
+        for n in range(3):
+            choice = planner.decide(n, live, {})
+            planner.dispatched(n, live, hopeless if choice.draft else None)
+        assert not choice.draft
+        return planner
+
+    planner = stopped()
+    drafted = [planner.decide(n, live, {}).draft for n in range(3, 102)]
+    assert not any(drafted)  # long past `OLDEST_LAGS`, and no cold start
+    assert planner.counts.no_budget == 2 and planner.counts.aged > 90
+    assert planner.decide(102, live, {}).draft  # the probe
+    assert planner.counts.no_budget == 2
+    # Others decoded plainly for long in between: nothing is known any more.
+    planner = stopped()
+    assert planner.decide(100 + 2 * OLDEST_LAGS + 2, live, {}).budget == 2 * M
+    assert planner.counts.no_budget == 3
 
 
 def test_static_has_no_budget():

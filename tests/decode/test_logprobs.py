@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from spec_jax.core.errors import UserError
-from spec_jax.decode.request import Settings
+from spec_jax.decode import request
+from spec_jax.decode.options import EngineOptions, alternatives
+from spec_jax.decode.request import Settings, check_features
 from tests.support import asking, tiny
 
 SETTINGS = [
@@ -54,3 +56,21 @@ def test_refused_where_not_built():
         asking.engine().submit([1], Settings(8, logprobs=True, top_logprobs=4))
     with pytest.raises(UserError, match="logprobs=True"):
         Settings(top_logprobs=2)
+
+
+def test_alternatives_have_a_bound():
+    """The house's for everyone, and the target's vocabulary."""
+    most = request.NUM_TOP_LOGPROBS
+    for count in (most + 1, 100_000):
+        with pytest.raises(UserError, match=f"top_logprobs={count} .* most {most}"):
+            Settings(logprobs=True, top_logprobs=count)
+        with pytest.raises(UserError, match=f"serve.logprobs={count}"):
+            EngineOptions(logprobs=count)
+    small = tiny.spec_of(vocab=7)
+    assert alternatives(EngineOptions(logprobs=most), small) == 7
+    assert alternatives(EngineOptions(logprobs=3), small) == 3
+    assert alternatives(EngineOptions(), small) is None
+    offer = dataclasses.replace(asking.engine().offer, vocab_size=7, logprobs=7)
+    with pytest.raises(UserError, match="top_logprobs=8 is more than the target's 7"):
+        check_features(Settings(logprobs=True, top_logprobs=8), offer)
+    check_features(Settings(logprobs=True, top_logprobs=7), offer)

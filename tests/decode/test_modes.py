@@ -8,7 +8,7 @@ import pytest
 from spec_jax.core import calibration
 from spec_jax.core.calibration import AdditiveCost, CostTable, Source
 from spec_jax.core.errors import UserError
-from spec_jax.core.verify_layout import even_ladder
+from spec_jax.core.verify_layout import Ladder, even_ladder
 from spec_jax.decode.budget import BudgetOptions, Planner
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.options import EngineOptions
@@ -109,6 +109,77 @@ def test_packed_requests_keep_what_they_ask_for():
     assert made[1].tokens == want[1].tokens
     assert made[1].accepted == want[1].accepted
     assert asking.is_idle(engine)
+
+
+def test_raw_acceptance_sees_past_the_cut():
+    """What the target accepted, and what the plan let through, are two numbers."""
+    engine, table = planned.engine("cap_accept"), tiny.world("bigram", M).weights.draft
+    prompt = tiny.prompts_of(1, 23, seed=35)[0]
+    seen, fetch = [], engine.fetch
+    engine.fetch = lambda tree: seen.append(fetch(tree)) or seen[-1]
+    engine.planner.decide = planned.replay(engine, [1])
+    try:
+        made = engine.generate([prompt], dataclasses.replace(GREEDY, max_new_tokens=40))
+    finally:
+        del engine.fetch, engine.planner.decide
+    text, at, hidden = [*prompt, *made[0].tokens], len(prompt), 0
+    for result in seen[1:]:
+        if not result.ran_B[0] or at + M >= len(text):
+            break
+        raw = 0
+        while raw < M and int(table[text[at + raw]].argmax()) == text[at + raw + 1]:
+            raw += 1
+        assert result.verify_len_B[0] == 2
+        assert result.raw_accepted_B[0] == raw
+        assert result.num_accepted_B[0] == min(raw, 1) == result.full_B[0]
+        hidden += raw > 1
+        at += int(result.emitted_B[0])
+    assert hidden > 2
+
+
+def test_clamps_alignment_and_a_longer_lag_keep_greedy_texts():
+    """Every option of a plan at once, in `compact`."""
+    world = tiny.world("bigram", M)
+    engine = Engine(
+        world.spec,
+        world.weights,
+        EngineOptions(
+            slots=2,
+            max_context=128,
+            prefill_buckets=(64,),
+            plain=False,
+            round=RoundOptions(
+                plan=PlanOptions(
+                    mode="compact",
+                    survival_eps=0.05,
+                    min_verify_len=2,
+                    max_verify_len=3,
+                )
+            ),
+            ladder=Ladder(((2, (5, 8)),)),
+            cost=CostTable(COST.cost),
+            budget=BudgetOptions(align_rows=True, lag=1, extra_lag=2, wait=True),
+        ),
+        world.drafter,
+    )
+    prompts = tiny.prompts_of(6, 23, seed=36)
+    each = [GREEDY, dataclasses.replace(GREEDY, num_draft=3), GREEDY] * 2
+    made = engine.generate(prompts, each)
+    assert tiny.greedy_faults(world, made) == []
+    assert engine.planner.relay.lag == 3
+    assert engine.planner.counts.no_budget >= 3
+    for generation, settings in zip(made, each, strict=True):
+        wanted = {1, 2} if settings.num_draft is None else {3}
+        assert set(generation.drafted) <= wanted
+    known = list(engine.trace)[engine.planner.counts.no_budget :]
+    aligned = 0
+    for record in known:
+        if len(record.verify_lens) == record.running and 4 not in record.verify_lens:
+            fitting = record.choice.rows - record.running
+            assert record.choice.budget == min(fitting, 2 * record.running)
+            aligned += 1
+    assert aligned > 3
+    assert {1, 2} == {n for g in made[::3] for n in g.drafted}
 
 
 @pytest.fixture(scope="module")

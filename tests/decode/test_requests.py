@@ -34,13 +34,60 @@ def test_unknown_fields_are_refused():
     for field in ("n", "best_of", "grammar", "response_format", "beam_width"):
         with pytest.raises(UserError, match=f"{field}=1 is not supported"):
             settings_of({"max_new_tokens": 3, field: 1})
-    with pytest.raises(UserError, match="wrong type"):
-        settings_of({"top_p": "high"})
     with pytest.raises(UserError, match="num_draft=-1"):
         settings_of({"num_draft": -1})
     made = settings_of({"max_new_tokens": 3, "logit_bias": {"4": 1}, "stop": ["a"]})
     assert made == Settings(3, logit_bias=((4, 1.0),), stop=("a",))
     assert hash(made) == hash(Settings(3, logit_bias={4: 1.0}, stop="a"))
+
+
+WHOLE, NUMBER = ("1", 1.5, 1.0, True, [1]), ("1", True, [1.0], {})
+WRONG = {
+    "max_new_tokens": (*WHOLE, None),
+    "temperature": (*NUMBER, None),
+    "top_k": (*WHOLE, None),
+    "top_p": (*NUMBER, None, "high"),
+    "min_p": (*NUMBER, None),
+    "seed": WHOLE,
+    "speculate": ("false", 0, 1, None, []),
+    "stop_ids": (3, "34", None, [1.5], ["3"], [True], {3: 1}),
+    "ignore_eos": ("true", 1, None),
+    "stop": (3, None, {"a": 1}, [3], [None], [b"a"], [["a"]]),
+    "presence_penalty": (*NUMBER, None),
+    "frequency_penalty": (*NUMBER, None),
+    "repetition_penalty": (*NUMBER, None),
+    "logit_bias": (
+        None,
+        4,
+        "4",
+        [4],
+        ["41"],
+        [(4,)],
+        [(4.5, 1.0)],
+        {"4.5": 1.0},
+        {"x": 1.0},
+        {4: "1"},
+        {4: True},
+        {4: None},
+        {4: 10**400},
+        {4: float("nan")},
+    ),
+    "logprobs": ("yes", 1, None),
+    "top_logprobs": (*WHOLE, None),
+    "num_draft": WHOLE,
+}
+
+
+def test_wrong_types_are_refused_by_name():
+    assert set(WRONG) == {f.name for f in dataclasses.fields(Settings)}
+    for field, values in WRONG.items():
+        for value in values:
+            with pytest.raises(UserError, match=f"^{field}"):
+                settings_of({field: value})
+    made = settings_of(
+        {"temperature": 1, "seed": None, "num_draft": None, "stop_ids": [np.int64(4)]}
+    )
+    assert made.stop_ids == (4,) and made.temperature == 1
 
 
 def test_window_of_its_own():

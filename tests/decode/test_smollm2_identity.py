@@ -1,4 +1,8 @@
-"""Greedy identity on the real target, through every accepted length."""
+"""Greedy identity on the real target, through every accepted length.
+
+Drafts from a table reach them all. The family's own drafters, of random weights,
+are run for what only they bring along: their features, draft state and trees.
+"""
 
 import dataclasses
 
@@ -7,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import common
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
 from spec_jax.core.proposal import Proposal, one_hot_law
-from spec_jax.core.topology import Topology
+from spec_jax.core.topology import CHAIN_TOPOLOGY, DYNAMIC_TREE, STATIC_TREE, Topology
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
+from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import compiles, identity
@@ -211,3 +217,66 @@ def test_a_tree_of_dead_twigs_keeps_the_plain_text(smollm2, plain):
     assert same.identical and same.near_ties == 0, same.first_difference
     for generation, distances in zip(made, planned, strict=True):
         assert generation.emitted[:8] == distances
+
+
+FAMILY_TOKENS = 24
+BLOCK = {"num_layers": 1, "mask_id": common.SMOLLM2_MASK_ID}
+FAMILY = {
+    "eagle": ("eagle", {}, CHAIN_TOPOLOGY),
+    "eagle3": ("eagle3", {}, CHAIN_TOPOLOGY),
+    "dflash": ("dflash", BLOCK, CHAIN_TOPOLOGY),
+    "dspark": ("dspark", BLOCK, CHAIN_TOPOLOGY),
+    "dflash2": ("dflash2", BLOCK, CHAIN_TOPOLOGY),
+    "lookup": ("lookup", {}, CHAIN_TOPOLOGY),
+    "eagle3, static tree": (
+        "eagle3",
+        {},
+        Topology(STATIC_TREE, parents=(0, 0, 1, 1, 2, 3)),
+    ),
+    "eagle3, dynamic tree": (
+        "eagle3",
+        {},
+        Topology(DYNAMIC_TREE, depth=3, top_k=2, nodes=6),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILY)
+def test_every_drafter_keeps_the_plain_text(smollm2, plain, case):
+    name, changes, topology = FAMILY[case]
+    engine, prompts, texts = plain
+    spec = smollm2.spec
+    texts = [tokens[:FAMILY_TOKENS] for tokens in texts]
+    drafter = base.load(name, changes, spec)
+    weights = dataclasses.replace(
+        engine.weights, draft=jax.jit(drafter.init)(jax.random.key(0))
+    )
+    options = dataclasses.replace(
+        engine.options, plain=False, round=RoundOptions(topology=topology)
+    )
+    mask_id = changes.get("mask_id", -1)
+    speculative = Engine(spec, weights, options, drafter, mask_id)
+    settings = dataclasses.replace(SETTINGS, max_new_tokens=FAMILY_TOKENS)
+    speculative.generate(prompts[:1], dataclasses.replace(settings, max_new_tokens=3))
+    with compiles.counting() as counted:
+        made = speculative.generate(prompts, settings)
+    assert counted.compiles == 0
+
+    same = identity.compare(
+        spec,
+        weights.target,
+        speculative,
+        prompts,
+        texts,
+        [g.tokens for g in made],
+        settings,
+    )
+    assert same.identical, same.first_difference
+    for generation in made:
+        assert len(generation.tokens) == FAMILY_TOKENS
+        assert generation.finish_reason == "length"
+        # Whole windows were drafted and verified, and no round was lost.
+        assert set(generation.drafted) == {speculative.window - 1}
+        assert sum(generation.emitted) == FAMILY_TOKENS - 1
+        assert generation.emitted[:-1] == [r + 1 for r in generation.accepted[:-1]]

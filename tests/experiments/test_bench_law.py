@@ -149,9 +149,11 @@ def test_a_planned_case_has_the_law_and_every_class(capped):
 
 
 @pytest.mark.slow
-def test_a_planted_bias_is_found_and_leaves_nothing_behind(capped):
-    cfg, _, _ = capped
-    bias = BIASES["q without the Markov correction"]
+@pytest.mark.parametrize(
+    "name", ["q without the Markov correction", "q without the selector"]
+)
+def test_a_planted_bias_is_found_and_leaves_nothing_behind(name):
+    cfg, bias = config(), BIASES[name]
     originals = [getattr(module, name) for module, name, _ in bias.patches]
     row = bench_law.measure_bias(cfg, bias, 6)
     assert row["p"] < 1e-6

@@ -5,9 +5,19 @@ import json
 
 import pytest
 
-from experiments import bench_family, pipeline, serving, synthesis, training
+from experiments import (
+    bench_family,
+    bench_round,
+    pipeline,
+    pipeline_inspect,
+    serving,
+    synthesis,
+    synthesis_prompts,
+    training,
+)
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
+from spec_jax.core.vocab import DraftVocab
 from spec_jax.decode.request import Generation
 from tests.support import served, tiny
 
@@ -50,8 +60,8 @@ def write_prompts(path, words):
     return dataclasses.replace(DATA, prompts=str(path))
 
 
-def make(target, data, folder, engine):
-    return synthesis.synthesise(target, engine, data, 0, folder, served.MASK)
+def make(target, data, folder, engine, **options):
+    return synthesis.synthesise(target, engine, data, 0, folder, served.MASK, **options)
 
 
 def test_samples_are_the_targets_own_answers(target, tmp_path):
@@ -66,21 +76,18 @@ def test_samples_are_the_targets_own_answers(target, tmp_path):
         assert target.tokenizer.decode(prompt[-2:]).split()[-1] == "assistant"
 
 
-def test_a_killed_synthesis_goes_on_and_a_finished_one_runs_nothing(
-    target, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(synthesis, "GROUP", 3)
+def test_a_killed_synthesis_goes_on_and_a_finished_one_runs_nothing(target, tmp_path):
     data = write_prompts(tmp_path / "p.jsonl", [f"w{i}" for i in range(6, 15)])
-    whole = make(target, data, tmp_path / "whole", Echo())
+    whole = make(target, data, tmp_path / "whole", Echo(), group_size=3)
     with pytest.raises(KeyboardInterrupt):
-        make(target, data, tmp_path / "cut", Echo(limit=1))
+        make(target, data, tmp_path / "cut", Echo(limit=1), group_size=3)
     again = Echo()
-    resumed = make(target, data, tmp_path / "cut", again)
+    resumed = make(target, data, tmp_path / "cut", again, group_size=3)
     assert resumed.train == whole.train and resumed.held_out == whole.held_out
     assert again.calls == 2  # of three groups, the first was there
     idle = Echo()
-    assert make(target, data, tmp_path / "cut", idle).train == whole.train
-    assert idle.calls == 0
+    same = make(target, data, tmp_path / "cut", idle, group_size=3)
+    assert same.train == whole.train and idle.calls == 0
 
 
 def test_answers_to_other_prompts_are_refused(target, tmp_path):
@@ -110,7 +117,7 @@ def test_turns_that_never_end_are_refused(target, tmp_path):
 
 
 def test_the_users_turn_is_begun_with_its_opening(target):
-    prefix = synthesis.user_turn_prefix(target, opening="w7")
+    prefix = synthesis_prompts.user_turn_prefix(target, opening="w7")
     assert target.tokenizer.decode(prefix).split() == ["<start>", "user", "w7"]
 
 
@@ -257,3 +264,97 @@ def test_the_store_keeps_what_the_recipe_names_and_the_drafter_needs(target):
     narrow = dataclasses.replace(cfg, capture=schema.Capture(layer_ids=(1,)))
     with pytest.raises(UserError, match=r"capture\.layer_ids=\(1,\) lacks layer 0"):
         training.capture_schema(narrow, drafter)
+
+
+@pytest.mark.parametrize("new_tokens", [16, 512])
+def test_the_engine_that_answers_has_the_lengths_of_data(new_tokens):
+    """The drafter's engine may be longer: what it is asked for is not refused."""
+    serve = schema.Serve(
+        max_context=1024, max_new_tokens=new_tokens, prefill_buckets=(64, 512)
+    )
+    made = training.offline(serve, schema.Data(max_new_tokens=128, max_tokens=320))
+    assert (made.max_context, made.max_new_tokens) == (384, 128)
+    assert made.prefill_buckets == (64,) and made.prefill_ladder == (64,)
+
+
+def test_costs_are_those_of_the_tokens_that_may_be_proposed(target, monkeypatch):
+    """Answers hold fewer tokens than the recipe asks for: a head is as wide."""
+    cfg = schema.Pipeline(
+        drafter=schema.Drafter(
+            name="dspark",
+            draft_vocab=16,
+            options=(
+                ("num_layers", 1),
+                ("num_draft", 3),
+                ("layer_ids", (0,)),
+                ("mask_id", served.MASK),
+            ),
+        ),
+        serve=schema.Serve(max_context=96, max_new_tokens=8),
+        data=schema.Data(max_new_tokens=16, max_tokens=48),
+        train=schema.Train(seq_len=64),
+    )
+
+    def measure(timed, target, params, drafter, *, standard):
+        kept = timed.drafter.draft_vocab
+        weights = bench_round.random_weights(timed, target, params, drafter, kept)
+        assert weights.frozen.head_DU.shape[1] == drafter.options.draft_vocab_size
+        return {
+            "plain_step_ms": 1.0,
+            "draft_ms": 1.0,
+            "round_ms": 4.0,
+            "overhead_fraction": 0.25,
+            "verify_ms": {"4": 2.0},
+        }
+
+    monkeypatch.setattr(bench_round, "measure", measure)
+    for vocab in (DraftVocab((6, 7, 8, 9, 10), served.VOCAB), None):
+        size = vocab.size if vocab else 0
+        drafter = serving.new_drafter(cfg, target, draft_vocab_size=size)
+        prepared = training.Prepared(target, target.params, None, vocab, 1.0, None)
+        costs, split = pipeline.cost_split(cfg, prepared, drafter, 2.0)
+        assert costs["verify_ms"] == 2.0 and split["speculative"]["verify"] == 1.0
+
+
+def test_a_small_batch_is_shown_with_labels_and_weights(
+    target, tmp_path, monkeypatch, capsys
+):
+    make_sample = synthesis.sample_files.make_sample
+    rows = [make_sample([1, 3, 6 + i], [9, 10, 11, 12, 2], f"s:{i}") for i in range(5)]
+    file = str(tmp_path / "samples.jsonl")
+    synthesis.sample_files.write_file(file, rows)
+    monkeypatch.setattr(
+        serving, "load_serving_target", lambda section: (target, target.params)
+    )
+    cfg = schema.Pipeline(
+        drafter=schema.Drafter(
+            options=(
+                ("num_layers", 1),
+                ("num_draft", 2),
+                ("num_anchors", 2),
+                ("layer_ids", (0,)),
+                ("mask_id", served.MASK),
+            ),
+        ),
+        objective=(("decay_gamma", 1.0),),
+        data=dataclasses.replace(DATA, samples=file, prompts="", held_out=1),
+        train=schema.Train(seq_len=64, eval_prompts=1),
+    )
+    monkeypatch.setenv("COLUMNS", "160")
+    pipeline.inspect(cfg, tmp_path / "not made")
+    shown = capsys.readouterr().out
+    assert shown.count("features of layers (0,)") == pipeline_inspect.SHOWN
+    assert shown.count("'w12'") == pipeline_inspect.SHOWN
+    assert shown.count("anchor:") == pipeline_inspect.SHOWN
+    assert "draft 1:" in shown and "1.000" in shown
+    assert not (tmp_path / "not made").exists()
+
+
+def test_a_batch_is_shown_without_making_every_prompt():
+    data = schema.Data(num_synth_prompts=5000)
+    few = pipeline_inspect.few_of(data)
+    assert few.num_synth_prompts == pipeline_inspect.MADE + 1 and few.held_out == 1
+    named = dataclasses.replace(data, prompts="a.jsonl,b.jsonl")
+    few = pipeline_inspect.few_of(named)
+    assert few.num_synth_prompts == 0
+    assert few.max_file_prompts == pipeline_inspect.MADE + 2

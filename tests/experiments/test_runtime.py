@@ -1,5 +1,6 @@
 """Calibrate, profile, serve: one walk on a tiny target, and what each refuses."""
 
+import dataclasses
 import json
 import pathlib
 import types
@@ -19,14 +20,17 @@ from experiments import (
     session,
 )
 from spec_jax.config import loading, schema
+from spec_jax.config.schema import serving as serving_schema
 from spec_jax.core import calibration
+from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder
 from spec_jax.data import workload
 from spec_jax.data.prompts import user_prompt
 from spec_jax.data.workload import WorkItem
 from spec_jax.decode import plan
-from spec_jax.decode.budget import Choice
+from spec_jax.decode.budget import BudgetOptions, Choice
 from spec_jax.decode.jobs import RoundRecord
+from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Generation, Settings
 from tests.support import served
 
@@ -44,6 +48,8 @@ REQUESTS = [
     {"id": "long", "arrival": 0.02, "prompt": "w9 " * 60},
     {"id": "mask", "arrival": 0.02, "prompt": "w9 <mask>"},
     {"id": "wrong", "arrival": 0.03, "prompt": "w9", "top_p": 0.0},
+    {"id": "tops", "arrival": 0.03, "prompt": "w9", "logprobs": True}
+    | {"top_logprobs": 100_000},
     {"id": "stop", "arrival": 0.04, "prompt": "w10 w11", "stop": "w"},
     {"id": "s", "arrival": 0.05, "prompt": "w7", "temperature": 1.0, "seed": 3},
     {
@@ -210,6 +216,7 @@ def test_serving_a_workload_with_a_budget(fitted):
         ("long", "more than the"),
         ("mask", "mask token"),
         ("wrong", "top_p=0.0"),
+        ("tops", "top_logprobs=100000 must be"),
     ):
         assert rows[name]["finish_reason"] == "refused"
         assert words in rows[name]["error"] and rows[name]["tokens"] == 0
@@ -241,9 +248,15 @@ def test_serving_a_workload_with_a_budget(fitted):
         assert sum(row["verify_lens"]) <= row["T"]
         pairs = zip(row["raw_accepted"], row["accepted"], strict=True)
         assert all(a <= raw for raw, a in pairs)
+        assert len(set(row["requests"])) == len(row["verify_lens"])
+        lengths = ("verify_lens", "accepted", "bonus", "cutoff", "trim")
+        for n, r, bonus, cutoff, trim in zip(*(row[k] for k in lengths), strict=True):
+            # The last row that runs also judges the first draft behind the cut.
+            assert cutoff == n - 1 and 0 <= trim <= (r == cutoff)
+            assert r <= cutoff and bonus == (r == cutoff)
         drafts = sum(row["verify_lens"]) - len(row["verify_lens"])
         assert drafts <= row["K"] and row["measured_s"] > 0
-    assert metrics["finished"] == {"length": 5, "refused": 3, "stop": 1}
+    assert metrics["finished"] == {"length": 5, "refused": 4, "stop": 1}
     assert metrics["auto_off"]["context"] > 0
     assert metrics["compiles_after_warmup"] == 0
     assert metrics["ladder"] == {"2": [5, 8]}
@@ -275,6 +288,28 @@ def test_serving_a_workload_with_a_budget(fitted):
             "switches speculation off",
         ),
         ("serve", ["--config.cost=c.json"], "is for the modes with a budget"),
+        (
+            "serve",
+            ["--config.plan.min_verify_len=2"],
+            "plan.min_verify_len=2 is for the modes with a budget",
+        ),
+        (
+            "serve",
+            ["--config.mode=compact", "--config.plan.extra_lag=1"],
+            "plan.extra_lag=1 needs round times",
+        ),
+        (
+            "serve",
+            ["--config.mode=compact", "--config.plan.max_verify_len=5"],
+            "plan.max_verify_len=5 is more than the 4 rows",
+        ),
+        (
+            "serve",
+            ["--config.plan.min_verify_len=3", "--config.plan.max_verify_len=2"],
+            "is below plan.min_verify_len=3",
+        ),
+        ("serve", ["--config.plan.survival_eps=1.0"], "must lie in [0, 1)"),
+        ("serve", ["--config.plan.lag=0"], "plan.lag=0 must be 1 or more"),
         (
             "serve",
             ["--config.mode=compact", "--config.drafter="],
@@ -346,17 +381,70 @@ def test_temperatures_of_another_regime_are_refused(world):
     path.write_text(json.dumps(STS | {"spec_jax": facts}))
     cfg = schema.ServeOffline(drafter="d", mode="compact", sts=str(path))
 
-    def load(*settings):
-        return runtime.load_planning(cfg, world.target, exported, settings)
+    said = []
 
-    assert load(Settings())["plan"].temperatures == (1.0, 2.0, 3.0)
-    # Two regimes at once cannot both be met: no claim is made.
-    warm = Settings(temperature=0.5)
-    assert load(Settings(), warm)["plan"].temperatures == (1.0, 2.0, 3.0)
-    # Requests without drafts have no say.
-    for settings in ([warm], [warm, Settings(speculate=False)]):
+    def load(*settings, **changes):
+        made = dataclasses.replace(cfg, **changes)
+        args = (made, world.target, exported, settings)
+        return runtime.load_planning(*args, say=said.append)["plan"].temperatures
+
+    assert load(Settings()) == (1.0, 2.0, 3.0) and not said
+    # The file's regime is one of two: the other is told of.
+    warm, hot = Settings(temperature=0.5), Settings(temperature=2.0)
+    off = Settings(speculate=False)
+    assert load(Settings(), warm, hot, off) == (1.0, 2.0, 3.0)
+    assert len(said) == 1 and "2 of 3 requests" in said[0] and "('greedy')" in said[0]
+    # Requests without drafts have no say, and need no temperatures.
+    assert load(off) == (1.0, 2.0, 3.0)
+    for settings in ([warm], [warm, off]):
         with pytest.raises(ValueError, match="sampling 'greedy'.*'temperature=0.5'"):
             load(*settings)
+    with pytest.raises(ValueError, match="'temperature=0.5; temperature=2'"):
+        load(warm, hot)
+    path.write_text(json.dumps(STS))
+    with pytest.raises(ValueError, match="does not say which"):
+        load(warm, hot)
+    said.clear()
+    assert load(warm, hot, allow_unmarked=True) == (1.0, 2.0, 3.0)
+    assert "2 of 2 requests" in said[0] and "unknown" in said[0]
+
+
+PLAN = {
+    "survival_eps": 0.01,
+    "min_verify_len": 2,
+    "max_verify_len": 3,
+    "align_rows": True,
+    "lag": 1,
+    "extra_lag": 2,
+    "probe_every": 5,
+}
+
+
+def test_every_option_of_a_plan_reaches_the_engine(world, monkeypatch):
+    """From the command line's words to the records that the engine reads."""
+    made = []
+
+    def stop(*args, **options):
+        made.append(options)
+        raise UserError("stopped here")
+
+    monkeypatch.setattr(serving, "make_engine", stop)
+    cost = world.folder / "any.json"
+    cost.write_text(json.dumps(COST))
+    words = [f"--config.plan.{name}={value}" for name, value in PLAN.items()]
+    words += ["--config.mode=compact", f"--config.cost={cost}"]
+    assert world.serve("options", *words, "--config.allow_unmarked=True") == 2
+    plan, budget = made[0]["plan"], made[0]["budget"]
+    read = {
+        name: getattr(plan if hasattr(plan, name) else budget, name) for name in PLAN
+    }
+    assert read == PLAN
+    assert set(PLAN) == {f.name for f in dataclasses.fields(serving_schema.Plan)}
+    # Untouched, they are the engine's own defaults.
+    default, engine = serving_schema.Plan(), (PlanOptions(), BudgetOptions())
+    for name in PLAN:
+        owner = engine[not hasattr(engine[0], name)]
+        assert getattr(default, name) == getattr(owner, name)
 
 
 def test_words_of_a_regime():
@@ -377,6 +465,7 @@ def result(**changes):
         "num_accepted_B": np.array([1, 0]),
         "emitted_B": np.array([2, 1]),
         "verify_len_B": np.array([4, 4]),
+        "full_B": np.array([False, True]),
         "ran_B": np.array([True, True]),
         "bad_B": np.array([False, False]),
     }
@@ -424,12 +513,15 @@ class Doubled:
             choice = self.planner.decide(self.rounds, {0: 5, 1: 6}, own)
             record = RoundRecord(choice, 2, self.rounds == 1, self.rounds, 0.0)
             record.seconds = 0.25 * (1 + self.rounds)
+            record.handles = {0: 5, 1: 6}
             self._flight.append(record)
             self.rounds += 1
             if self.rounds == 1:
                 return []
         self.fetch(self._results.pop(0))
         self.trace.append(self._flight.pop(0))
+        if on_tokens is not None:
+            on_tokens()
         return ["done"]
 
 
@@ -437,7 +529,8 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
     monkeypatch.setattr(runtime, "RoundResult", types.SimpleNamespace)
     choices = [Choice(True, 3, 2, 5, 0.5), Choice(False, 0, 2, 2)]
     second = result(ran_B=np.array([False, True]), verify_len_B=np.array([1, 1]))
-    engine = Doubled(choices, [result(verify_len_B=np.array([3, 2])), second])
+    first = result(verify_len_B=np.array([2, 2]), full_B=np.array([True, False]))
+    engine = Doubled(choices, [first, second])
     ticks = iter([1.0, 1.5, 2.0, 2.25])
     log = round_log.RoundLog(engine, clock=lambda: next(ticks))
     assert [log.step(), log.step(), log.step()] == [[], ["done"], ["done"]]
@@ -450,9 +543,15 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "K": 3,
             "T": 5,
             "planned": 1,
-            "verify_lens": [3, 2],
+            "requests": [5, 6],
+            "verify_lens": [2, 2],
+            "cutoff": [1, 1],
             "raw_accepted": [2, 0],
             "accepted": [1, 0],
+            "trim": [1, 0],
+            "bonus": [True, False],
+            "committed": [2, 1],
+            "block": [3, 1],
             "emitted": [2, 1],
             "not_ready": False,
             "stale": 0,
@@ -467,9 +566,15 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "K": 0,
             "T": 2,
             "planned": 0,
+            "requests": [6],
             "verify_lens": [1],
+            "cutoff": [0],
             "raw_accepted": [0],
             "accepted": [0],
+            "trim": [0],
+            "bonus": [True],
+            "committed": [1],
+            "block": [1],
             "emitted": [1],
             "not_ready": True,
             "stale": 1,
@@ -479,7 +584,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
         },
     ]
     shares = serve_offline.round_metrics(log.rows, 3)
-    assert shares["verify_len_histogram"] == {"2": 1, "3": 1}
+    assert shares["verify_len_histogram"] == {"2": 2}
     assert shares["programs"] == {"2": {"5": 1, "plain": 1}}
     assert shares["shares"] == {
         "plain": 0.5,
@@ -497,6 +602,22 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
         "p50": 2.0,
         "p90": 2.0,
     }
+
+
+def test_the_log_misses_no_round_when_a_listener_raises(monkeypatch):
+    monkeypatch.setattr(runtime, "RoundResult", types.SimpleNamespace)
+    choices = [Choice(True, 3, 2, 5, 0.5), Choice(False, 0, 2, 2)]
+    engine = Doubled(choices, [result(), result()])
+
+    def left():
+        raise OSError("a listener left")
+
+    log = round_log.RoundLog(engine)
+    assert log.step(left) == []  # nothing to tell yet
+    for count in (1, 2):
+        with pytest.raises(OSError, match="left"):
+            log.step(left)
+        assert [row["K"] for row in log.rows] == [3, 0][:count]
 
 
 def request(name, arrival, **changes):

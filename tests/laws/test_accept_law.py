@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.core import keys, outcome, verify_layout
+from spec_jax.core import verify_layout
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
-from spec_jax.core.proposal import Proposal, join_rows, row_probs
+from spec_jax.core.proposal import Proposal, join_rows, row_probs, target_ids_of
 from spec_jax.decode import propose, verify
 from spec_jax.decode.state import DecodeState, empty_slots
 from spec_jax.drafters import base
 from spec_jax.sampling import transform
-from tests.support import laws
 from tests.support.enumeration import (
     GREEDY,
     LEVEL,
@@ -35,8 +34,11 @@ from tests.support.enumeration import (
     V,
     as_sampling,
     laws_of,
-    middles,
-    row_of,
+    live_slots,
+    padded,
+    partition,
+    planted,
+    settled,
     worst_bias,
 )
 
@@ -44,23 +46,31 @@ M = 3
 
 
 def table_drafter(table_XU, target_ids):
-    """Draft rows read their logits from a table indexed by the drafts so far."""
-    ids_U = None if target_ids is None else jnp.asarray(target_ids, jnp.int32)
+    """Draft rows read their logits from a table indexed by the drafts so far.
+
+    `target_ids`: None, of each column (U), or of each table row's own candidates
+    (rows of K: a sparse law).
+    """
+    ids = None if target_ids is None else jnp.asarray(target_ids, jnp.int32)
 
     def propose_rows(params, frozen, state, anchor_B, length_B, draw, topology):
         index_B = jnp.zeros_like(anchor_B)
-        ids, tokens, rows = [], [], []
+        draft_ids, tokens, rows = [], [], []
         for j in range(M):
-            id_B1, law = draw(table_XU[LEVEL[j] + index_B][:, None], j)
-            token_B1 = id_B1 if ids_U is None else ids_U[id_B1]
+            row_B = LEVEL[j] + index_B
+            own = ids if ids is None or ids.ndim == 1 else ids[row_B][:, None]
+            id_B1, law = draw(table_XU[row_B][:, None], j, own)
+            token_B1 = target_ids_of(law, id_B1)
             index_B = index_B * V + token_B1[:, 0]
-            ids.append(id_B1)
+            draft_ids.append(id_B1)
             tokens.append(token_B1)
             rows.append(law)
-        law = join_rows(rows).replace(target_ids=ids_U)
         usable_B = jnp.full(anchor_B.shape, M, jnp.int32)
         proposal = Proposal(
-            jnp.concatenate(tokens, 1), jnp.concatenate(ids, 1), law, usable_B
+            jnp.concatenate(tokens, 1),
+            jnp.concatenate(draft_ids, 1),
+            join_rows(rows),
+            usable_B,
         )
         return proposal, state
 
@@ -80,85 +90,26 @@ def table_drafter(table_XU, target_ids):
 
 
 def run_round(
-    p_table, q_table, uniforms, sampling, cut_X, *, one_hot, target_ids, mutate=None
+    p_table, q_table, size_b, sampling, cut_X, *, one_hot, target_ids, mutate=None
 ):
     """Production stages on planted uniforms.
 
     Args:
-      uniforms: dict of `keys.Use` -> [B, rows].
+      size_b: B, rounds.
       cut_X: verify_len by the three drafts (27 entries).
 
     Returns:
       emitted tokens [B, 4] (-1 past the end) and q [B, M, V] as emitted.
     """
-    size_b = uniforms[keys.Use.TARGET].shape[0]
-    slots = empty_slots(size_b, 1).replace(
-        sampling=jax.tree.map(lambda x: jnp.broadcast_to(x, (size_b,)), sampling),
-        active_B=jnp.ones((size_b,), bool),
-        remaining_B=jnp.full((size_b,), 99, jnp.int32),
-    )
+    slots = live_slots(size_b, sampling)
     drafter = table_drafter(q_table, target_ids)
     proposal = propose.propose(
         drafter, None, None, DecodeState(None, None, slots), one_hot=one_hot
     )
     if mutate is not None:
         proposal = mutate(proposal)
-    tokens = proposal.tokens_BM
-    index = [jnp.zeros((size_b,), jnp.int32)]
-    for j in range(M):
-        index.append(index[-1] * V + tokens[:, j])
-    logits = jnp.stack([p_table[LEVEL[k] + index[k]] for k in range(M + 1)], 1)
-    layout = verify_layout.chain(slots.anchor_B, tokens, cut_X[index[M]])
-    stored_B = jnp.ones((size_b,), bool)
-    verdict = verify.accept(logits, stored_B, slots, proposal, layout)
-    done = outcome.settle(
-        verdict,
-        tokens,
-        slots.anchor_B,
-        slots.active_B,
-        slots.remaining_B,
-        slots.stop_ids_BX,
-    )
     q = [row_probs(proposal.law, jnp.full((size_b,), j), V) for j in range(M)]
-    return done.tokens_BW, jnp.stack(q, 1)
-
-
-def partition(p, q, extra_q=()):
-    """Rows of seven uniforms and their weights, in float64.
-
-    Args:
-      p, q: laws by prefix, over target ids; q is what drafts are drawn from.
-      extra_q: laws a mutant might compare with instead; their edges join.
-    """
-    rows, weights = [], []
-    for drafts in itertools.product(range(V), repeat=M):
-        before = [row_of(drafts[:k]) for k in range(M + 1)]
-        mass = np.prod([q[before[j]][drafts[j]] for j in range(M)])
-        if mass == 0:
-            continue
-        middle = [
-            q[before[j]][: drafts[j]].sum() + q[before[j]][drafts[j]] / 2
-            for j in range(M)
-        ]
-        sides = []
-        for j in range(M):
-            qs = [law[before[j]][drafts[j]] for law in (q, *extra_q)]
-            sides.append(middles([p[before[j]][drafts[j]] / x for x in qs if x > 0]))
-        edges = []
-        for k in range(M + 1):
-            finals = [p[before[k]]]
-            if k < M:
-                finals += [
-                    laws.residual(p[before[k]], law[before[k]]) for law in (q, *extra_q)
-                ]
-            edges += [x for f in finals if f is not None for x in np.cumsum(f)]
-        for accept in itertools.product(*sides):
-            for final, width in middles(edges):
-                rows.append([*middle, *(a for a, _ in accept), final])
-                weights.append(mass * width * np.prod([w for _, w in accept]))
-    weights = np.asarray(weights)
-    np.testing.assert_allclose(weights.sum(), 1, atol=1e-9)
-    return np.asarray(rows), weights
+    return settled(p_table, slots, proposal, cut_X), jnp.stack(q, 1)
 
 
 def tables(seed, reduced=False):
@@ -203,6 +154,8 @@ def enumerate_law(
 ):
     """Worst bias of the next-token law, and what the round recorded.
 
+    `extra`: function of q's table, the law a mutant compares with instead.
+
     Returns:
       bias, (emitted tokens, q as the proposal recorded it, q by the oracle).
     """
@@ -211,28 +164,17 @@ def enumerate_law(
         q_table = p_table
     p = laws_of(p_table, setting)
     q = laws_of(q_table, (one_hot or setting[0], *setting[1:]), target_ids)
-    extra_q = () if extra is None else (laws_of(q_table, extra, target_ids),)
-    rows, weights = partition(p, q, extra_q)
-    size = 1 << (len(rows) - 1).bit_length()
-    padded = np.full((max(size, 8192), 7), 0.5, np.float32)
-    padded[: len(rows)] = rows
+    extra_q = () if extra is None else (extra(q_table),)
+    sparse = np.ndim(target_ids) == 2
+    rows, weights = partition(p, q, extra_q, target_ids if sparse else None)
+    uniform = padded(rows)
 
     def run(p_table, q_table, uniform, sampling, cut_X):
-        planted = {
-            keys.Use.DRAFT: uniform[:, :3],
-            keys.Use.ACCEPT: uniform[:, 3:6],
-            keys.Use.TARGET: uniform[:, 6:],
-        }
-
-        def fake(seed_B, round_B, use, num_rows, child=0, needed=True):
-            return planted[use][:, :num_rows]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(keys, "round_uniforms", fake)
+        with planted(monkeypatch, uniform):
             return run_round(
                 p_table,
                 q_table,
-                planted,
+                uniform.shape[0],
                 sampling,
                 cut_X,
                 one_hot=one_hot,
@@ -241,13 +183,13 @@ def enumerate_law(
             )
 
     # One program per static shape; a mutant never shares it.
-    static = (one_hot, target_ids, mutant, len(padded))
+    static = (one_hot, target_ids, mutant, len(uniform))
     if static not in _compiled:
         _compiled[static] = jax.jit(run)
     emitted, recorded = _compiled[static](
         jnp.asarray(p_table),
         jnp.asarray(q_table),
-        jnp.asarray(padded),
+        uniform,
         as_sampling(setting),
         cut_table(cut),
     )
@@ -290,6 +232,49 @@ def test_reduced_vocabulary(monkeypatch, setting, cut):
     assert (emitted == 2).any() or setting == GREEDY
 
 
+def candidates(seed):
+    """Two of the three target ids in each table row, in any order."""
+    rng = np.random.default_rng(seed)
+    return tuple(tuple(rng.permutation(V)[:2].tolist()) for _ in range(40))
+
+
+@pytest.mark.parametrize("setting", [PLAIN, WARM, TOP_K, TOP_P, MIN_P, GREEDY])
+@pytest.mark.parametrize("cut", ["full", "earlier"])
+def test_sparse_q(monkeypatch, setting, cut):
+    """Each row has its own candidates, and lacks a token that p may give."""
+    ids = candidates(5)
+    assert len({row for row in ids}) == 6
+    bias, (emitted, recorded, q) = enumerate_law(
+        monkeypatch, setting, cut, target_ids=ids, seed=4
+    )
+    assert bias < 1e-6
+    np.testing.assert_allclose(recorded[:1, 0], q[:1], atol=1e-6)
+    assert (recorded == 0).any(-1).all()
+    if setting == PLAIN:
+        assert set(emitted[:, 0].tolist()) == set(range(V))
+
+
+def test_candidates_taken_for_target_ids_are_caught(monkeypatch):
+    """q's mass lands on ids 0 and 1, whatever the candidates are."""
+
+    def misplaced(proposal):
+        shape = proposal.law.target_ids.shape
+        ids = jnp.broadcast_to(jnp.arange(2), shape)
+        return proposal.replace(law=proposal.law.replace(target_ids=ids))
+
+    bias, _ = enumerate_law(
+        monkeypatch,
+        PLAIN,
+        "full",
+        target_ids=candidates(5),
+        seed=4,
+        mutant="candidates",
+        mutate=misplaced,
+        extra=lambda q_table: laws_of(q_table, PLAIN, (0, 1)),
+    )
+    assert bias > 0.05
+
+
 def test_q_equal_to_p_accepts_everything(monkeypatch):
     bias, (emitted, _, _) = enumerate_law(monkeypatch, PLAIN, "full", same=True)
     assert bias < 1e-6
@@ -319,7 +304,7 @@ def test_wrong_q_is_caught(monkeypatch):
         "full",
         mutant="q",
         mutate=unfiltered,
-        extra=(False, TOP_K[1], 0, 1.0, 0.0),
+        extra=lambda q_table: laws_of(q_table, (False, TOP_K[1], 0, 1.0, 0.0)),
     )
     assert bias > 0.05
 

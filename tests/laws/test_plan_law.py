@@ -23,6 +23,7 @@ from spec_jax.decode.state import empty_slots
 from spec_jax.sampling import transform
 from tests.laws import test_accept_law as exact
 from tests.laws import test_round_keys as rounds
+from tests.support.enumeration import row_of
 
 V, M = exact.V, exact.M
 DRAFTS = list(itertools.product(range(V), repeat=M))
@@ -35,7 +36,7 @@ NEIGHBOURS = [(0.5, 0.4, 0.3), (0.6, 0.6, 0.6), (0.9, 0.2, 0.1)]
 def proposal_of(q_table):
     """Every draft of the table drafter, one request each."""
     ids = jnp.asarray(DRAFTS, jnp.int32)
-    rows = [[exact.row_of(d[:j]) for j in range(M)] for d in DRAFTS]
+    rows = [[row_of(d[:j]) for j in range(M)] for d in DRAFTS]
     sampling = transform.all_greedy(len(DRAFTS))
     law = transform.law_of(
         q_table[jnp.asarray(rows)], sampling.replace(greedy_B=~sampling.greedy_B)

@@ -43,6 +43,14 @@ def teacher_of(case, x, m, full):
     return np.exp(logp), int(logp.argmax())
 
 
+def best_known(case, x, m):
+    """The target's favourite of all tokens can be proposed."""
+    ids = case["target_ids"]
+    return ids is None or int((case["teacher"][x, m] @ case["full_head"]).argmax()) in {
+        int(v) for v in ids
+    }
+
+
 def overlap_of(p, q):
     return sum(min(a, b) for a, b in zip(p, q, strict=True))
 
@@ -136,9 +144,10 @@ def everything(case, o, weights, v, detached=None, ramp=1.0):
     def uses(term, x, m):
         if not valid[x, m]:
             return False
-        if term in LABEL or (term in TEACHER and not whole):
+        by_label = o["teacher_rows"] == "label"
+        if term in LABEL or (term in TEACHER and not whole and by_label):
             return at[x][m] is not None
-        return True
+        return term not in TEACHER or whole or best_known(case, x, m)
 
     numerator, denominator, total = 0.0, 0.0, dict.fromkeys(weights, 0.0)
     named = {}

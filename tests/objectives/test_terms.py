@@ -49,6 +49,19 @@ CASES = {
         True,
     ),
     "eagle3_draft_mass": ({"soft_ce": 1.0, "ce": 0.2}, {}, ("own_head",), True),
+    "dspark_draft_mass": (
+        DSPARK | {"lk": 0.5},
+        {"kind": "dpace", "lk_kind": "lambda"},
+        ("correction", "confidence"),
+        True,
+    ),
+    "eagle_draft_mass": (EAGLE, {}, ("feature",), True),
+    "label_rows": (
+        DSPARK | {"soft_ce": 0.3},
+        {"teacher_rows": "label"},
+        ("correction", "confidence"),
+        True,
+    ),
     "full_mass": (
         DSPARK | {"lk": 0.5},
         {"teacher_mass": "full", "kind": "dpace"},
@@ -221,6 +234,38 @@ def test_the_cases_see_hits_misses_and_labels_outside():
             assert 0 < named[key][0] < named[key][1], (name, key, named[key])
 
 
+# id -> whether it has a column: 8 has, 4 has not.
+@pytest.mark.parametrize(
+    ("label", "best", "ce_rows", "taught"),
+    [(8, 8, 1, 1), (8, 4, 1, 0), (4, 8, 0, 1), (4, 4, 0, 0)],
+)
+def test_p_counts_where_the_targets_favourite_can_be_proposed(
+    label, best, ce_rows, taught
+):
+    """EAGLE-3's mask: the teacher's argmax decides, not the label."""
+    case, v = problem(("own_head",), True)
+    case["valid"][:], case["valid"][0, 0], case["labels"][0, 0] = 0.0, 1.0, label
+    case["teacher"][0, 0] = 9 * case["full_head"][:, best]
+    case["full_head"][:, best] *= 9  # the likeliest, whatever the other columns
+    case["frozen_head"] = case["full_head"][:, KEPT]
+    options = ObjectiveOptions()
+    outputs, frozen = records(case, v, options)
+    (_, (sums, metrics)), (grads, _) = run(outputs, frozen, options, {"soft_ce": 1.0})
+    assert sums.denominator == taught and bool(sums.numerator) == bool(taught)
+    assert np.asarray(grads.head_DU).any() == bool(taught)
+    assert bool(metrics["overlap"][0]) == bool(taught) and metrics["overlap"][1] == 1
+    # One denominator for all terms: the rows that any of them can use.
+    weights = {"soft_ce": 1.0, "ce": 1.0}
+    (_, (both, found)), _ = run(outputs, frozen, options, weights)
+    assert both.denominator == max(taught, ce_rows)
+    for term, used in (("soft_ce", taught), ("ce", ce_rows)):
+        total, count = found[f"{term}_loss"]
+        assert bool(total) == bool(used) and count == max(taught, ce_rows)
+    by_label = dataclasses.replace(options, teacher_rows="label")
+    _, (sums, _) = run(outputs, frozen, by_label, {"soft_ce": 1.0})[0]
+    assert sums.denominator == ce_rows
+
+
 def with_rows(outputs, fill):
     """The same with `fill` in every array of every unsupervised row."""
     off = outputs.valid_XM == 0
@@ -235,8 +280,8 @@ def with_rows(outputs, fill):
     return jax.tree.map(one, outputs).replace(valid_XM=outputs.valid_XM)
 
 
-def every_case(chunk_rows=0, size_x=5):
-    weights, changes, parts, reduced = CASES["every"]
+def every_case(chunk_rows=0, size_x=5, name="every"):
+    weights, changes, parts, reduced = CASES[name]
     options = ObjectiveOptions(**changes, chunk_rows=chunk_rows)
     case, v = problem(parts, reduced, seed=3, size_x=size_x)
     return (*records(case, v, options), options, weights)
@@ -260,9 +305,19 @@ def test_rows_without_supervision_may_hold_anything(fill):
     assert off.any() and not np.asarray(got[1][0].hidden_XMD)[off].any()
 
 
-@pytest.mark.parametrize("chunk_rows", [4, 15])
-def test_chunks_change_nothing(chunk_rows):
-    outputs, frozen, options, weights = every_case()
+@pytest.mark.parametrize(
+    ("name", "chunk_rows"),
+    [
+        ("every", 4),
+        ("every", 15),
+        ("eagle_draft_mass", 4),
+        ("eagle3_draft_mass", 4),
+        ("dspark_draft_mass", 4),
+        ("dflash2_lk", 4),
+    ],
+)
+def test_chunks_change_nothing(name, chunk_rows):
+    outputs, frozen, options, weights = every_case(name=name)
     want = run(outputs, frozen, options, weights)
     cut = dataclasses.replace(options, chunk_rows=chunk_rows)
     got = run(outputs, frozen, cut, weights)
@@ -577,6 +632,11 @@ def test_options_go_before_the_drafters_weights():
         ({"kind": "kl"}, "objective.kind='kl'"),
         ({"lk_kind": "beta"}, "objective.lk_kind='beta'"),
         ({"teacher_mass": "half"}, "objective.teacher_mass='half'"),
+        ({"teacher_rows": "some"}, "objective.teacher_rows='some'"),
+        (
+            {"teacher_mass": "full", "teacher_rows": "label"},
+            "teacher_rows='label' has no place beside objective.teacher_mass='full'",
+        ),
         ({"l1": -1.0}, "objective.l1=-1.0"),
         ({"ce": float("nan")}, "objective.ce=nan"),
         ({"selector_warmup": 1.5}, "selector_warmup=1.5"),
@@ -612,8 +672,12 @@ def test_what_does_not_fit_is_refused():
     case, v = problem(("selector", "correction"), True)
     options = ObjectiveOptions(teacher_mass="full")
     outputs, frozen = records(case, v, options)
-    with pytest.raises(UserError, match=r"full_head_DV is None"):
-        loss(outputs, frozen.replace(full_head_DV=None), options, (("l1", 1.0),))
+    bare = frozen.replace(full_head_DV=None)
+    for asked, says in ((options, "teacher_mass='full'"), (None, "teacher_rows='argm")):
+        with pytest.raises(UserError, match=f"{says}.*full_head_DV is None"):
+            loss(outputs, bare, asked or ObjectiveOptions(), (("l1", 1.0),))
+    by_label = ObjectiveOptions(teacher_rows="label")
+    assert loss(outputs, bare, by_label, (("l1", 1.0),))[0].denominator > 0
     wide = outputs.replace(selector=outputs.selector.replace(size_k=8))
     with pytest.raises(UserError, match="size_k=8 candidates of 7"):
         loss(wide, frozen, options, (("selector", 1.0),))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.core.errors import UserError
 from spec_jax.sampling import logprobs
 
 
@@ -57,3 +58,11 @@ def test_nobody_asking_computes_nothing():
     assert {e.primitive.name for e in jaxpr.jaxpr.eqns}.isdisjoint(
         {"exp", "top_k", "log"}
     )
+
+
+def test_more_alternatives_than_tokens_are_refused():
+    logits, tokens = jnp.zeros((1, 2, 5)), jnp.zeros((1, 2), jnp.int32)
+    wanted = jnp.ones((1,), bool)
+    assert logprobs.of_tokens(logits, tokens, wanted, 5).top_BTN.shape == (1, 2, 5)
+    with pytest.raises(UserError, match="top_logprobs=6 is more than the target's 5"):
+        logprobs.of_tokens(logits, tokens, wanted, 6)

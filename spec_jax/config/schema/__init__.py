@@ -27,7 +27,7 @@ from spec_jax.config.schema.checks import DTYPES, Pairs
 from spec_jax.config.schema.data import Capture, Data
 from spec_jax.config.schema.recipes import Common, Generate, Pipeline, Synthesise, Why
 from spec_jax.config.schema.runtime import Calibrate, Profile, ServeOffline
-from spec_jax.config.schema.serving import AutoOff, Serve
+from spec_jax.config.schema.serving import AutoOff, Plan, Serve
 from spec_jax.config.schema.target import Target, TinyTarget
 from spec_jax.config.schema.training import Drafter, Export, Train
 
@@ -53,6 +53,7 @@ __all__ = (
     "Generate",
     "Pairs",
     "Pipeline",
+    "Plan",
     "Profile",
     "Serve",
     "ServeOffline",

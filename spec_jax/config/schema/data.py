@@ -24,7 +24,8 @@ class Data:
         "builtin" for the project's own list, or "" for synthesised prompts only.
       train_on_prompts: whether prompts of the files are answered for training
         too; False keeps them for validation only.
-      max_file_prompts: how many of the files' prompts are used; 0 is all.
+      max_file_prompts: how many of the files' prompts are used, held-out ones
+        included; 0 is all.
       num_synth_prompts: user turns the target makes up itself.
       synth_openings: words that those user turns begin with, in turn; () leaves
         the whole turn to the target. A few openings make a narrow task, which a
@@ -38,16 +39,17 @@ class Data:
       max_new_tokens: longest answer.
       max_tokens: longest conversation (prompt and answer); longer ones are left
         out, never cut.
-      held_out: prompts kept away from training, for validation (of each file,
-        where `samples` are trained on).
+      held_out: prompts kept away from training, for validation: of each file that
+        `prompts` names, else of those that are trained on. A prompt is on one side
+        only, and is used once.
       looping: what becomes of answers that repeat an 8-gram three times: "drop",
         "keep", or "cut", which ends them where they begin to repeat.
       system: system message of every conversation; "" leaves the template's own.
       thinking: the chat template's thinking switch.
       samples: a file of token samples made before (`configs/synthesise.py` makes
         one); "" makes them in this run. With `prompts` beside it, those prompts
-        that no sample answers are for validation; without, a share of the
-        samples' own prompts is.
+        that no sample answers are for validation; without, some of the samples'
+        own prompts are.
       mask_id: a token that prompts must not hold; -1 is the drafter's mask.
       folder: where samples and features are kept, so that several drafters train
         on the same ones; "" is the run's own folder.

@@ -6,11 +6,14 @@ import dataclasses
 
 from spec_jax.config.schema.checks import check
 from spec_jax.config.schema.recipes import Common
-from spec_jax.config.schema.serving import AutoOff, Serve
+from spec_jax.config.schema.serving import AutoOff, Plan, Serve
 
 MODES = ("static", "cap_accept", "compact")
 FORMS = ("additive", "flat")
 PACES = ("arrival", "fast")
+# Of `Plan`: what every planned round reads, and what needs round times.
+_SHARED = ("survival_eps", "min_verify_len", "max_verify_len")
+_TIMED = ("align_rows", "lag", "extra_lag", "probe_every")
 
 
 def _needs_drafter(drafter: str) -> None:
@@ -103,6 +106,7 @@ class ServeOffline(Common):
       allow_unmarked: accept a table or temperatures that do not say what they were
         measured on (other programs').
       row_buckets: row buckets T of each R (`compact`); as in the cost table.
+      plan: how a budget is made and shared, in the modes that have one.
       auto_off: when speculation switches itself off for a request.
       serve: what requests do not say themselves.
     """
@@ -116,6 +120,7 @@ class ServeOffline(Common):
     sts: str = ""
     allow_unmarked: bool = False
     row_buckets: int = 4
+    plan: Plan = Plan()
     auto_off: AutoOff = AutoOff()
     serve: Serve = Serve()
 
@@ -139,15 +144,23 @@ class ServeOffline(Common):
                 self.mode,
                 "plans drafts and needs a drafter; name one, or use 'static'",
             )
+            if not self.cost:
+                self._check_unused(_TIMED, "needs round times; name --config.cost")
             return
+        rule = "is for the modes with a budget; say --config.mode=compact"
+        self._check_unused((*_SHARED, *_TIMED), rule)
         for name in ("cost", "sts"):
             check(
                 not getattr(self, name),
                 name,
                 getattr(self, name),
-                "is for the modes with a budget; say --config.mode=compact, or leave "
-                "it out",
+                f"{rule}, or leave it out",
             )
+
+    def _check_unused(self, names: tuple[str, ...], rule: str) -> None:
+        name = self.plan.changed(*names)
+        value = getattr(self.plan, name) if name else None
+        check(not name, f"plan.{name}", value, f"{rule}, or leave it out")
 
 
 def _top(record, low: int, *names: str) -> None:

@@ -25,10 +25,11 @@ class Serve:
       num_draft: M, drafts of a round; 0 is what the drafter was trained for.
       speculate: False decodes plainly.
       topology: "chain", "static_tree" or "dynamic_tree", where the drafter can.
-      tree_depth: levels of a dynamic tree.
+      tree_depth: levels of a dynamic tree, and of the default static one.
       tree_top_k: children of an expanded node, and nodes expanded per level.
       tree_nodes: drafts of a dynamic tree that are verified.
-      tree_parents: of a static tree, each draft row's parent row (0: the root).
+      tree_parents: of a static tree, each draft row's parent row (0: the root);
+        () is a tree of 25 drafts in five levels, cut to `tree_depth`.
       one_hot_draft: at temperature > 0, draft the likeliest token (q one-hot)
         instead of sampling q.
       temperature: 0 is greedy.
@@ -111,6 +112,50 @@ class AutoOff:
         return (
             bool(self.min_accept_length) or max(self.max_active, self.max_context) > -1
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a budget is made and shared; see `decode.plan` and `decode.budget`.
+
+    Attributes:
+      survival_eps: a draft that is reached with no more than this is not run.
+      min_verify_len: rows every planned request gets, its anchor included.
+      max_verify_len: rows no planned request exceeds; 0 is the window.
+      align_rows: raise the budget until the chosen program's rows are full.
+      lag: rounds between a confidence and the budget made from it.
+      extra_lag: more of them.
+      probe_every: rounds without drafts after which drafting is tried again.
+    """
+
+    survival_eps: float = 1e-6
+    min_verify_len: int = 1
+    max_verify_len: int = 0
+    align_rows: bool = False
+    lag: int = 2
+    extra_lag: int = 0
+    probe_every: int = 64
+
+    def __post_init__(self):
+        check(
+            0 <= self.survival_eps < 1,
+            "plan.survival_eps",
+            self.survival_eps,
+            "must lie in [0, 1)",
+        )
+        at_least(1, "plan", self, "min_verify_len", "lag", "probe_every")
+        at_least(0, "plan", self, "max_verify_len", "extra_lag")
+        check(
+            not self.max_verify_len or self.max_verify_len >= self.min_verify_len,
+            "plan.max_verify_len",
+            self.max_verify_len,
+            f"is below plan.min_verify_len={self.min_verify_len}; 0 is the window",
+        )
+
+    def changed(self, *names: str) -> str:
+        """The first of these fields that is not its default, or ""."""
+        default = Plan()
+        return next((n for n in names if getattr(self, n) != getattr(default, n)), "")
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:

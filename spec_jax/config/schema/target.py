@@ -74,7 +74,7 @@ class Target:
     Attributes:
       source: "tiny", a packaged name ("smollm2-135m-instruct"), a `.gguf` file or
         a folder with safetensors weights.
-      dtype: of its weights and caches.
+      dtype: of its weights; caches are float32.
       precision: JAX matmul precision of the run ("highest" for identity claims).
       tiny: used only when source is "tiny".
     """

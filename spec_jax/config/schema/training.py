@@ -106,13 +106,9 @@ class Export:
 
     Attributes:
       dtype: of its weights.
-      golden_rounds: prompts whose first round is stored beside the weights and
-        run again after loading.
     """
 
     dtype: str = "float32"
-    golden_rounds: int = 1
 
     def __post_init__(self):
         one_of("export", self, "dtype", DTYPES)
-        at_least(1, "export", self, "golden_rounds")

@@ -39,6 +39,8 @@ class Form:
         its own.
       own_head: the drafter has an LM head of its own; the vocabulary map is then
         always written.
+      reduced_by: other packages whose `table` has one row per draft token, too,
+        where the vocabulary is reduced; other readers want one per target token.
       second: None, or (Drafter, TargetSpec, Header) -> (file name, json object) of
         a second configuration, for readers that know the kind by another name.
     """
@@ -52,6 +54,7 @@ class Form:
     constants: Callable[[Any, Any], dict[str, np.ndarray]] = _nothing
     table: str | None = None
     own_head: bool = False
+    reduced_by: tuple[str, ...] = ()
     second: Callable | None = None
 
 

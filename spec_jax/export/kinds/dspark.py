@@ -199,5 +199,6 @@ FORM = Form(
     to_config=_to_config,
     from_config=_from_config,
     table=W2,
+    reduced_by=("speculators",),
     second=_second,
 )
