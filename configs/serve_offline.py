@@ -12,6 +12,9 @@ Budgets instead of full windows, with what `configs/profile.py` and
 
     --config.mode=compact --config.cost=<cost.json> --config.sts=<sts.json>
 
+Its limits are the `plan` section: --config.plan.max_verify_len=4
+--config.plan.align_rows=True --config.plan.extra_lag=1
+
 What a budget would lose, at the cost of full windows: --config.mode=cap_accept
 All requests at once: --config.pace=fast
 Plainly: --config.drafter=

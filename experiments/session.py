@@ -34,6 +34,9 @@ WALL = "wall"  # the clock's part that is the whole run
 
 # Tasks that talk to a person, anew each time; their result is the exit code.
 TALKS = ("generate", "why")
+# What these make lies in their folder and stays true; every other task measures, or
+# reads files that may have changed since.
+MAKES = ("pipeline", "synthesise")
 
 
 def prepare_jax(precision: str) -> None:
@@ -124,14 +127,14 @@ def run_task(
 ) -> dict[str, Any]:
     """Runs `task.main` in the folder and reports; a finished run only says so.
 
-    Benchmarks measure again each time. `main(cfg, workdir)` returns metrics; its
+    What measures does so again each time. `main(cfg, workdir)` returns metrics; its
     key "series" holds what the report draws. `wall_s` adds up all the processes
-    that the run took; a benchmark's begins anew after its report.
+    that the run took; a measurement's begins anew after its report.
     """
     console = rich.console.Console()
     with hold(workdir, cfg):
         done = report.read_report(workdir)
-        measures = cfg.task.startswith("bench_")
+        measures = cfg.task not in MAKES
         if done and not measures:
             report.print_report(done, console)
             console.print(

@@ -86,7 +86,7 @@ def first_request(proposal: Proposal):
     law, confidence = proposal.law, proposal.confidence_logit_BM
     return (
         law.logits_BTV[0],
-        law.target_ids[0] if law.is_sparse else None,
+        law.target_ids[0] if law.target_ids is not None and law.is_sparse else None,
         proposal.tokens_BM[0],
         proposal.usable_B[0],
         None if confidence is None else confidence[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +170,9 @@ def make_chunk(
     seed = -1 - handle if settings.seed is None else settings.seed
     tokens_out = job.generation.tokens if job else []
     own = settings.num_draft if settings.speculate else None
-    stop_X = np.full((1, NUM_STOP_IDS), -1, np.int32)
+    stop_X: Any = np.full((1, NUM_STOP_IDS), -1, np.int32)
     stop_X[0, : len(stops)] = stops
-    padded_T = np.full(size, spec.pad_id, np.int32)
+    padded_T: Any = np.full(size, spec.pad_id, np.int32)
     padded_T[: len(tokens)] = tokens
 
     def one(value, dtype=np.int32):
@@ -217,8 +218,8 @@ def make_chunk(
 
 def rules_of(settings: Settings) -> Rules:
     """One request's penalties and biases, `B = 1`."""
-    ids_X = np.full((1, NUM_BIASES), -1, np.int32)
-    bias_X = np.zeros((1, NUM_BIASES), np.float32)
+    ids_X: Any = np.full((1, NUM_BIASES), -1, np.int32)
+    bias_X: Any = np.zeros((1, NUM_BIASES), np.float32)
     for index, (token, bias) in enumerate(settings.logit_bias):
         ids_X[0, index], bias_X[0, index] = token, bias
 

@@ -34,7 +34,7 @@ def task(monkeypatch, tmp_path):
 
     module.main = main
     monkeypatch.setitem(sys.modules, "experiments.pipeline", module)
-    for name in ("bench_round", "generate"):
+    for name in ("bench_round", "generate", "serve_offline", "calibrate", "profile"):
         monkeypatch.setitem(sys.modules, f"experiments.{name}", module)
     return module
 
@@ -58,9 +58,19 @@ def test_a_run_leaves_a_report_and_the_second_says_done(task, tmp_path, capsys):
     assert len(task.calls) == 2 and len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_benchmarks_measure_again(task):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["configs/bench/round.py"],
+        ["configs/serve_offline.py"],
+        ["configs/calibrate.py", "--config.drafter=x"],
+        ["configs/profile.py", "--config.drafter=x"],
+    ],
+)
+def test_what_measures_does_so_again(task, words):
+    """A workload, a drafter's folder or the machine may be another one by then."""
     for _ in range(2):
-        assert run.main(["configs/bench/round.py"]) == 0
+        assert run.main(words) == 0
     assert len(task.calls) == 2
 
 

@@ -1,0 +1,70 @@
+"""The sampled law of running rounds, for every drafter of the family.
+
+The experiment of the law (`experiments.bench_law`) with few samples: rounds of
+thousands of requests go on from the state that an engine left after a history, and
+the joint law of their next tokens is compared with the target's exact one. That
+the two classic mistakes are found with as many samples is in
+`tests/experiments/test_bench_law.py`.
+"""
+
+import pytest
+
+from configs.bench import law as recipe
+from experiments import law_cases, law_rounds, law_worlds
+from spec_jax.config import loading, schema
+from spec_jax.decode import plan
+from spec_jax.evals.laws import Setting
+
+SUBJECTS = {subject.name: subject for subject in law_worlds.SUBJECTS}
+FAMILY = (
+    "dflash",
+    "dspark",
+    "dflash2",
+    "eagle",
+    "eagle3",
+    "lookup",
+    "eagle, static tree",
+    "eagle3, dynamic tree",
+)
+# The target's law is peaked: warm enough, filters leave 27, 8 and 13 ways to go on.
+SETTINGS = (Setting(), Setting(temperature=1.4, top_k=2), Setting(1.5, top_p=0.95))
+# p-values of 24 tests with fixed seeds; chance alone fails one in 400 choices.
+LEVEL = 1e-4
+
+
+def config() -> schema.BenchLaw:
+    """27 ways to go on from three tokens; two drafts a chain."""
+    made = recipe.get_config()
+    made.update_from_flattened_dict(
+        {
+            "samples": 12_000,
+            "chunk": 4_000,
+            "vocab": 3,
+            "tokens": 3,
+            "serve.num_draft": 2,
+        }
+    )
+    return loading.to_recipe(made)
+
+
+def test_every_drafter_is_there():
+    named = {SUBJECTS[name].drafter for name in FAMILY}
+    assert named == {subject.drafter for subject in law_worlds.SUBJECTS}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_rounds_have_the_targets_joint_law(name):
+    cfg, subject = config(), SUBJECTS[name]
+    world = law_worlds.make_world(cfg, subject)
+    program = law_rounds.make_program(cfg, world, plan.STATIC)
+    cases = []
+    for index, setting in enumerate(SETTINGS):
+        seed = 100_000 * (index + 1)
+        case = law_cases.run_case(cfg, world, plan.STATIC, program, setting, seed)
+        assert case["samples"] == cfg.samples
+        assert case["impossible"] == 0, setting
+        assert case["dof"] > 3, setting
+        assert case["p"] > LEVEL, setting
+        cases.append(case)
+    # Every way to end was among them.
+    assert law_cases.never_seen(cases) == []
