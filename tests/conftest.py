@@ -6,8 +6,10 @@ import pathlib
 
 # Before jax is imported anywhere: tests run on the CPU unless told otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile more than they run: what one of them compiled, another process, a
-# subprocess or the next run reads.
+# Tests compile more than they run: LLVM optimises nothing for them, and what one of
+# them compiled, another process, a subprocess or the next run reads.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"),
