@@ -5,8 +5,8 @@
 Another drafter of the family: configs/quickstart.py:eagle3 (eagle, dspark, dflash2;
 lookup has nothing to train).
 
-Synthesises prompts, lets the target answer them, captures its features, trains
-a small drafter for a few minutes, exports it, loads the folder again and decodes
+Synthesises prompts, lets the target answer them and keeps its features meanwhile,
+trains a small drafter for a few minutes, exports it, loads the folder again and decodes
 held-out prompts with and without it.
 
 Time: at most 10 minutes on two idle CPU cores (8.3 measured, compiling included).

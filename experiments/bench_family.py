@@ -173,7 +173,10 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
     # One text and one draft vocabulary for all.
     mask_id = shared_mask(cfg.data, drafters.values())
     first = recipes[cfg.drafters[0]]
-    prepared = training.prepare(first, target, params, mask_id, workdir)
+    trained = [d for d in drafters.values() if training.trains(d)]
+    prepared = training.prepare(
+        first, target, params, mask_id, workdir, (trained or list(drafters.values()))[0]
+    )
     sets = measured_prompts(cfg, prepared.made)
     metrics: dict[str, Any] = {}
     for name, recipe in recipes.items():

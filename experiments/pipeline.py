@@ -47,7 +47,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     training.check_early(cfg, target, drafter)
     say(f"target {target.spec.name}: {target.fingerprint[:12]}")
     mask_id = serving.mask_id_of(drafter)
-    prepared = training.prepare(cfg, target, params, mask_id, workdir)
+    prepared = training.prepare(cfg, target, params, mask_id, workdir, drafter)
     made = training.make_drafter(cfg, prepared, workdir, seconds)
     metrics, series = evaluate(cfg, prepared, workdir)
     metrics["round_costs"], series["cost"] = cost_split(
@@ -72,6 +72,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
         "unique_tokens": samples.answer_tokens,
         "train_samples": len(samples.train),
         "looping_samples_left_out": samples.looping,
+        "captured_while_generating": samples.recorded,
         "seconds": {
             "synthesis": samples.seconds,
             "capture": parts.get("capture", 0.0),

@@ -6,7 +6,7 @@ import collections
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -136,22 +136,31 @@ def load_planning(
             ladder=ladder.buckets,
             allow_unmarked=cfg.allow_unmarked,
         )
-    return {
-        "plan": PlanOptions(
-            mode=cfg.mode,
-            temperatures=temperatures,
-            survival_eps=cfg.plan.survival_eps,
-            min_verify_len=cfg.plan.min_verify_len,
-            max_verify_len=cfg.plan.max_verify_len,
-        ),
-        "budget": BudgetOptions(
-            align_rows=cfg.plan.align_rows,
-            probe_every=cfg.plan.probe_every,
-            lag=cfg.plan.lag,
-            extra_lag=cfg.plan.extra_lag,
-        ),
+    return planning(cfg.plan, cfg.mode, temperatures) | {
         "ladder": ladder,
         "cost": cost,
+    }
+
+
+def planning(
+    plan: schema.Plan, mode: str, temperatures: Sequence[float]
+) -> dict[str, Any]:
+    """A recipe's `plan` section as the engine's `plan` and `budget` options."""
+    return {
+        "plan": PlanOptions(
+            mode=mode,
+            temperatures=tuple(temperatures),
+            survival_eps=plan.survival_eps,
+            min_verify_len=plan.min_verify_len,
+            max_verify_len=plan.max_verify_len,
+        ),
+        "budget": BudgetOptions(
+            align_rows=plan.align_rows,
+            probe_every=plan.probe_every,
+            lag=plan.lag,
+            extra_lag=plan.extra_lag,
+            newcomers=plan.newcomers,
+        ),
     }
 
 

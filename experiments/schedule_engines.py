@@ -22,7 +22,7 @@ from spec_jax.core.calibration import CostTable, FlatCost, Source
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder, full_ladder
 from spec_jax.decode.engine import Engine
-from spec_jax.decode.plan import CAP_ACCEPT, COMPACT, STATIC, PlanOptions
+from spec_jax.decode.plan import CAP_ACCEPT, COMPACT, STATIC
 from spec_jax.evals import sts
 from spec_jax.export.folder import Exported
 from spec_jax.target.loading import Target
@@ -66,8 +66,8 @@ class World:
         full = full_ladder(tuple(sizes), 1 if mode == PLAIN else self.num_draft + 1)
         options: dict[str, Any] = {"ladder": full}
         if mode in (CAP_ACCEPT, COMPACT):
-            plan = PlanOptions(mode=mode, temperatures=tuple(temperatures))
-            options = {"plan": plan, "ladder": self.ladder, "cost": cost}
+            planning = runtime.planning(self.cfg.plan, mode, temperatures)
+            options = planning | {"ladder": self.ladder, "cost": cost}
         pipeline.say(f"compile: {mode}")
         return serving.make_engine(
             self.target,

@@ -8,11 +8,13 @@ so a run killed anywhere continues and makes the same samples again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +33,19 @@ from experiments.synthesis_prompts import (
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
-from spec_jax.data import provenance
+from spec_jax.data import provenance, recording
 from spec_jax.data import samples as sample_files
+from spec_jax.data.store import StoreWriter
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.request import Settings
 from spec_jax.target.loading import Target
 
 GROUP = 128
+ANSWERS = "answers"
+
+# Opens the store that keeps features while answers are generated: of so many groups
+# of so many prompts, made from this.
+Record = Callable[[int, int, Any], StoreWriter]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Synthesis:
       seconds: wall time, added up over the runs that made them.
       answer_tokens: answer tokens of `train`.
       looping: samples left out, or cut, because they loop.
+      recorded: their features are in the store, kept while they were generated.
     """
 
     train: tuple[sample_files.Sample, ...]
@@ -59,6 +68,7 @@ class Synthesis:
     seconds: float
     answer_tokens: int
     looping: int
+    recorded: bool = False
 
 
 def synthesise(
@@ -70,6 +80,7 @@ def synthesise(
     mask_id: int = -1,
     say: Callable[[str], None] = lambda text: None,
     group_size: int = GROUP,
+    record: Record | None = None,
 ) -> Synthesis:
     """Makes (or reads back) the samples of a recipe.
 
@@ -83,6 +94,7 @@ def synthesise(
       mask_id: the drafter's mask token; prompts that hold it are left out.
       say: progress, one line at a time.
       group_size: prompts decoded, and kept, together.
+      record: see `Record`; the engine must record rows. None: text alone.
 
     Raises:
       UserError: no usable prompts, a torn sample file, or a folder or file of
@@ -97,7 +109,9 @@ def synthesise(
         train, held = gather_prompts(
             target, engine, data, seed, folder, render, say, group_size
         )
-        samples = _answers(target, engine, data, seed, folder, train, say, group_size)
+        samples = _answers(
+            target, engine, data, seed, folder, train, say, group_size, record
+        )
         corpus = sample_files.select_samples(
             samples,
             data.max_tokens,
@@ -112,6 +126,7 @@ def synthesise(
             seconds=seconds(),
             answer_tokens=sum(len(s.answer) for s in corpus.samples),
             looping=corpus.looping,
+            recorded=record is not None,
         )
 
 
@@ -124,9 +139,10 @@ def _answers(
     pairs: Sequence[Pair],
     say: Callable[[str], None],
     group_size: int,
+    record: Record | None,
 ) -> list[sample_files.Sample]:
     """The target's answers to rendered prompts, group by group."""
-    answers = folder / "answers"
+    answers = folder / ANSWERS
     answers.mkdir(parents=True, exist_ok=True)
     facts = facts_of(
         target,
@@ -139,40 +155,73 @@ def _answers(
     )
     done = set(sample_files.list_chunks(str(answers)))
     provenance.claim(str(answers), facts, started=bool(done), say=say)
+    parts = [pairs[i : i + group_size] for i in range(0, len(pairs), group_size)]
+    opened: Any = contextlib.nullcontext()
+    if record is not None:
+        kept_by = {name: getattr(data, name) for name in ("looping", "max_tokens")}
+        prompts = [ids for _, ids in pairs]
+        opened = record(len(parts), group_size, [facts, kept_by, prompts])
     samples: list[sample_files.Sample] = []
-    made_tokens, started = 0, time.monotonic()
-    for group, first in enumerate(range(0, len(pairs), group_size)):
-        part = pairs[first : first + group_size]
-        if group not in done:
-            settings = [
-                _answer_settings(data, seed, group, i) for i in range(len(part))
-            ]
-            made = engine().generate([list(ids) for _, ids in part], settings)
-            chunk = [
-                sample_files.make_sample(
-                    ids, g.tokens, p.source, s.temperature, target.fingerprint
+    made_tokens, ready, started = 0, 0, time.monotonic()
+    with opened as store:
+        for group, part in enumerate(parts):
+            records = store is not None and group not in store.written
+            if group not in done or records:
+                settings = [
+                    _answer_settings(data, seed, group, i, records)
+                    for i in range(len(part))
+                ]
+                made = engine().generate([list(ids) for _, ids in part], settings)
+                chunk, rows = _samples_of(target, part, made, settings)
+                if records:
+                    _write_rows(store, group, chunk, rows, data, len(pairs))
+                sample_files.write_chunk(str(answers), group, chunk)
+                made_tokens += sum(len(s.answer) for s in chunk)
+            kept = sample_files.read_chunk(str(answers), group)
+            asked = {ids for _, ids in part}
+            if any(s.tokens[: s.prompt_len] not in asked for s in kept):
+                raise UserError(
+                    f"{answers / sample_files.chunk_name(group)} answers other prompts "
+                    f"than data.prompts={data.prompts!r} holds now; restore that file, "
+                    "or name another --workdir="
                 )
-                for (p, ids), g, s in zip(part, made, settings, strict=True)
-                if g.finish_reason in ("stop", "length")
-            ]
-            sample_files.write_chunk(str(answers), group, chunk)
-            made_tokens += sum(len(s.answer) for s in chunk)
-        kept = sample_files.read_chunk(str(answers), group)
-        asked = {ids for _, ids in part}
-        if any(s.tokens[: s.prompt_len] not in asked for s in kept):
-            raise UserError(
-                f"{answers / sample_files.chunk_name(group)} answers other prompts "
-                f"than data.prompts={data.prompts!r} holds now; restore that file, or "
-                "name another --workdir="
-            )
-        samples += kept
-        ready = min(first + group_size, len(pairs))
-        speed = made_tokens / max(time.monotonic() - started, 1e-6)
-        eta = _eta(samples, len(pairs), speed)
-        say(f"answers {ready}/{len(pairs)}, {speed:.0f} tokens/s{eta}")
+            samples += kept
+            ready += len(part)
+            speed = made_tokens / max(time.monotonic() - started, 1e-6)
+            eta = _eta(samples, len(pairs), speed)
+            say(f"answers {ready}/{len(pairs)}, {speed:.0f} tokens/s{eta}")
     if len(samples) < len(pairs):
         say(f"{len(pairs) - len(samples)} prompts without an answer in {answers}")
     return samples
+
+
+def _samples_of(target: Target, part: Sequence[Pair], made, settings):
+    """Samples of a group, and the features that each came with."""
+    samples, rows = [], []
+    for (prompt, ids), one, asked in zip(part, made, settings, strict=True):
+        if one.finish_reason in ("stop", "length"):
+            samples.append(
+                sample_files.make_sample(
+                    ids,
+                    one.tokens,
+                    prompt.source,
+                    asked.temperature,
+                    target.fingerprint,
+                )
+            )
+            rows.append((one.features, one.hidden))
+    return samples, rows
+
+
+def _write_rows(store: StoreWriter, group: int, chunk, rows, data, total: int) -> None:
+    """The features of a group's usable samples."""
+    pairs = [
+        (kept, each)
+        for sample, each in zip(chunk, rows, strict=True)
+        for kept in sample_files.usable([sample], data.max_tokens, data.looping)
+    ]
+    samples, kept_rows = [kept for kept, _ in pairs], [each for _, each in pairs]
+    recording.write_recorded(store, group, samples, kept_rows, total)
 
 
 def _render(target: Target, data: schema.Data, mask_id: int, prompt):
@@ -262,13 +311,16 @@ def _not_answered(
     return [(ids, set_of(p.source)) for p, ids in found.held_out]
 
 
-def _answer_settings(data: schema.Data, seed: int, group: int, index: int) -> Settings:
+def _answer_settings(
+    data: schema.Data, seed: int, group: int, index: int, features: bool
+) -> Settings:
     greedy = np.random.default_rng([seed, 3, group, index]).random() < data.greedy_share
     return Settings(
         max_new_tokens=data.max_new_tokens,
         temperature=0.0 if greedy else data.answer_temperature,
         top_p=1.0 if greedy else data.answer_top_p,
         seed=seed_of(seed, 4, group, index),
+        features=features,
     )
 
 

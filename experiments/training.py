@@ -26,9 +26,12 @@ from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
 from spec_jax.core.vocab import DraftVocab, from_counts
 from spec_jax.data import capture as capture_lib
+from spec_jax.data import recording
+from spec_jax.data import samples as sample_files
 from spec_jax.data.pipeline import Pipeline, PipelineOptions
-from spec_jax.data.store import FeatureStore, open_store
+from spec_jax.data.store import FeatureStore, StoreWriter, open_store
 from spec_jax.decode.options import room_of
+from spec_jax.decode.recorder import Record
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params
@@ -44,6 +47,7 @@ from spec_jax.train.optimiser import OptimiserOptions
 from spec_jax.train.positions import steps_for
 
 OFFLINE_SLOTS = 64
+STORE = "store"
 BUCKET = 64
 MAX_COUNTED_BATCHES = 512
 
@@ -175,10 +179,22 @@ def trains(drafter: Drafter) -> bool:
     return bool(jax.tree.leaves(jax.eval_shape(drafter.init, jax.random.key(0))))
 
 
-def prepare(cfg: schema.Pipeline, target, params, mask_id: int, workdir) -> Prepared:
-    """Samples, held-out prompts and the draft vocabulary of a recipe."""
+def prepare(
+    cfg: schema.Pipeline, target, params, mask_id: int, workdir, drafter: Drafter
+) -> Prepared:
+    """Samples, held-out prompts and the draft vocabulary of a recipe.
+
+    Answers that are made here leave their features in the store as they are
+    generated. A text that is there without features, and one that is given, is
+    captured by `capture`.
+    """
     folder = pathlib.Path(cfg.data.folder or workdir)
-    made = synthesise(cfg, target, params, mask_id, folder)
+    there = sample_files.list_chunks(str(folder / "samples" / synthesis.ANSWERS))
+    given = bool(cfg.data.samples or (there and not (folder / STORE).exists()))
+    records = trains(drafter) and not given
+    made = synthesise(
+        cfg, target, params, mask_id, folder, drafter=drafter if records else None
+    )
     vocab, coverage = choose_vocab(
         cfg.drafter.draft_vocab, made.train, target.spec.vocab_size
     )
@@ -186,13 +202,41 @@ def prepare(cfg: schema.Pipeline, target, params, mask_id: int, workdir) -> Prep
 
 
 def synthesise(
-    cfg, target, params, mask_id: int, folder, group_size: int = synthesis.GROUP
+    cfg,
+    target,
+    params,
+    mask_id: int,
+    folder,
+    group_size: int = synthesis.GROUP,
+    drafter: Drafter | None = None,
 ) -> synthesis.Synthesis:
-    """Samples of the recipe, made by a plain engine of many slots."""
+    """Samples of the recipe, made by a plain engine of many slots.
+
+    With a drafter, what it trains on is kept in the store as they are generated.
+    """
     serve = offline(cfg.serve, cfg.data)
+    kept = None
+    if drafter is not None:
+        kept = Record(capture_schema(cfg, drafter), cfg.capture.dtype)
     engine = functools.cache(
-        lambda: serving.make_engine(target, params, serve, chunks_per_tick=serve.slots)
+        lambda: serving.make_engine(
+            target, params, serve, chunks_per_tick=serve.slots, record=kept
+        )
     )
+
+    def record(num_groups: int, group_size: int, made_from) -> StoreWriter:
+        assert kept is not None and drafter is not None
+        return recording.open_recording(
+            target,
+            kept.schema,
+            str(folder / STORE),
+            store_contract(make_contract(cfg, target, drafter), kept.schema),
+            kept.dtype,
+            num_shards=num_groups,
+            shard_tokens=group_size * cfg.data.max_tokens,
+            made_from=made_from,
+        )
+
     return synthesis.synthesise(
         target,
         engine,
@@ -202,6 +246,18 @@ def synthesise(
         mask_id=mask_id if cfg.data.mask_id < 0 else cfg.data.mask_id,
         say=say,
         group_size=group_size,
+        record=record if kept is not None else None,
+    )
+
+
+def store_contract(contract: Contract, kept: FeatureSchema) -> Contract:
+    """A store belongs to no drafter: its contract says nothing of blocks and masks."""
+    return dataclasses.replace(
+        contract,
+        layer_ids=kept.layer_ids,
+        num_draft=0,
+        mask_id=-1,
+        anchor_predicts=False,
     )
 
 
@@ -226,8 +282,11 @@ def capture(
     clock: Clock,
 ) -> FeatureStore:
     """Features of every sample, in the store."""
-    path = str(prepared.folder / "store")
+    path = str(prepared.folder / STORE)
     kept = capture_schema(cfg, drafter)
+    ours = store_contract(contract, drafter.needs)
+    if prepared.made.recorded:
+        return open_store(path, ours)
     last = [0.0]
 
     def progress(p: capture_lib.CaptureProgress) -> None:
@@ -239,25 +298,20 @@ def capture(
             )
 
     train = prepared.made.train
-    # A store belongs to no drafter: its contract says nothing of blocks and masks.
-    neutral = dataclasses.replace(
-        contract, num_draft=0, mask_id=-1, anchor_predicts=False
-    )
-    stored = dataclasses.replace(neutral, layer_ids=kept.layer_ids)
     with clock.running("capture"):
         capture_lib.capture(
             dataclasses.replace(prepared.target, params=prepared.params),
             train,
             kept,
             path,
-            stored,
+            store_contract(contract, kept),
             cfg.capture.dtype,
             batch=cfg.capture.batch,
             buckets=buckets(max(len(s.tokens) for s in train)),
             shard_samples=cfg.capture.shard_samples,
             progress=progress,
         )
-    return open_store(path, neutral)
+    return open_store(path, ours)
 
 
 def data_options(cfg: schema.Pipeline) -> PipelineOptions:

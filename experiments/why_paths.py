@@ -13,10 +13,8 @@ import tempfile
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
 from spec_jax.core.quick import quick_jit
@@ -27,6 +25,7 @@ from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job
 from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.prefill import Chunk
+from spec_jax.decode.recorder import Record, make_recorder
 from spec_jax.decode.request import Generation, Settings
 from spec_jax.decode.state import DecodeState
 from spec_jax.drafters.base import Drafter
@@ -163,53 +162,9 @@ class Paths:
         )
 
 
-def _recorder(width: int, layer_ids: tuple[int, ...]) -> Drafter:
-    """A drafter that proposes nothing and keeps every row it is told."""
-
-    def init_state(slots, allocated):
-        lead = (1, slots, allocated)
-        return {
-            "tokens": jnp.full(lead, -1, jnp.int32),
-            "next": jnp.full(lead, -1, jnp.int32),
-            "features": jnp.zeros((*lead, len(layer_ids), width), jnp.float32),
-            "hidden": jnp.zeros((*lead, width), jnp.float32),
-        }
-
-    def absorb(params, frozen, state, rows):
-        del params, frozen
-        size_t = rows.tokens_BT.shape[1]
-        at_BT = rows.start_B[:, None] + jnp.arange(size_t)[None]
-        slot_B1 = jnp.arange(at_BT.shape[0])[:, None]
-        told = {
-            "tokens": rows.tokens_BT,
-            "next": rows.next_tokens_BT,
-            "features": rows.features_BTLD.astype(jnp.float32),
-            "hidden": rows.hidden_BTD.astype(jnp.float32),
-        }
-        return {
-            name: state[name].at[0, slot_B1, at_BT].set(value, mode="drop")
-            for name, value in told.items()
-        }
-
-    return Drafter(
-        name="recorder",
-        options=None,
-        layout=BlockLayout(1),
-        needs=FeatureSchema(layer_ids, width),
-        topologies=(),
-        init=lambda key: {},
-        init_state=init_state,
-        prefill=absorb,
-        propose=lambda *args: None,
-        extend=absorb,
-        train_outputs=lambda *args: None,
-        terms=(),
-    )
-
-
 @functools.lru_cache(maxsize=8)
 def _recording(spec, layer_ids: tuple[int, ...]):
-    recorder = _recorder(spec.hidden_size, layer_ids)
+    recorder = make_recorder(Record(FeatureSchema(layer_ids, spec.hidden_size)))
     run = functools.partial(prefill.prefill_step, spec, recorder, layer_ids)
     return recorder, quick_jit(run)
 

@@ -17,6 +17,8 @@ measured, on prompts that are not; both lie beside the report (`sts.json`,
     --config.sts=<sts.json> --config.cost=<cost.json>
 
 Fewer fixed windows: --config.windows="(0,1,3,7)"
+A request that is new counts what the others had on average (answers are short here);
+the article's way is --config.plan.newcomers=optimistic
 A share of sampled requests: --config.sampled_share=0.25 --config.serve.temperature=0.7
 On the tiny target (after `configs/tiny.py:dspark`): configs/bench/schedule.py:tiny
 
@@ -38,6 +40,7 @@ from configs import common
 def get_config(arg=""):
     config = common.base("bench_schedule")
     config.drafter = common.newest_export(f"smollm2-{arg or 'dspark'}")
+    config.plan.newcomers = "mean"
     config.serve.max_context = 512
     config.serve.prefill_buckets = (32, 128)
     with config.unlocked():

@@ -1,8 +1,10 @@
 """Capture: one forward of the frozen target over each sample, into a store.
 
-The tokens are there already, so a sample is one forward over all its rows, with
-nothing cached. Samples of similar length share a batch that is padded to a
-bucket; buckets and batch size are static, so each bucket is compiled once.
+For a text that was made elsewhere or before; of one that is being made, `recording`
+keeps what decoding computes. The tokens are there already, so a sample is one
+forward over all its rows, with nothing cached. Samples of similar length share a
+batch that is padded to a bucket; buckets and batch size are static, so each bucket
+is compiled once.
 Batches are formed inside a shard, from its samples alone: an interrupted capture
 that goes on makes the same batches, hence the same bytes.
 """
@@ -160,11 +162,7 @@ def capture(
         missing_tokens = sum(len(s.tokens) for i in missing for s in shards[i])
         check_disk(store_path, plan_bytes(missing_tokens, schema, dtype))
         done = num_tokens - missing_tokens
-        not_finite = sum(
-            len(sources)
-            for entry in writer.written.values()
-            for sources in entry["skipped"].values()
-        )
+        not_finite = writer.num_skipped
         report()
         for index in missing:
             shard = shards[index]
@@ -182,13 +180,7 @@ def capture(
                 report()
             bad = [shard[i].source for i, one in enumerate(stored) if one is None]
             not_finite += len(bad)
-            if bad and not_finite > max(1, MAX_NOT_FINITE * len(samples)):
-                raise UserError(
-                    f"features of {not_finite} of {len(samples)} samples, "
-                    f"{', '.join(bad[:3])} among them, are not finite in {dtype}: more "
-                    f"than {MAX_NOT_FINITE:.1%}; store a wider dtype or check the "
-                    "target"
-                )
+            check_finite(bad, not_finite, len(samples), dtype)
             kept = [one for one in stored if one is not None]
             writer.write_shard(index, kept, {"not finite": bad})
             new_shards += 1
@@ -228,21 +220,7 @@ def _check_request(
             raise UserError(f"capture.{name}={value} must be at least 1")
     if not buckets or buckets[0] < 1:
         raise UserError(f"capture.buckets={buckets} must be lengths of 1 token or more")
-    if schema.layer_ids or not schema.teacher:  # EAGLE reads the teacher alone
-        check_layer_ids(schema.layer_ids, spec.num_layers)
-    facts = {
-        "target_fingerprint": target.fingerprint,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_layers": spec.num_layers,
-        "tokenizer_hash": target.tokenizer.hash,
-    }
-    for name, value in facts.items():
-        if getattr(contract, name) != value:
-            raise UserError(
-                f"contract.{name} is {getattr(contract, name)!r} but the target's is "
-                f"{value!r}; make the contract from the target that captures"
-            )
+    check_contract(target, schema, contract)
     check_supervision(samples)
     for sample in samples:
         if not sample.tokens:
@@ -258,6 +236,30 @@ def _check_request(
                 f"sample {sample.source} has {len(sample.tokens)} tokens, more than "
                 f"{buckets[-1]}, the largest of capture.buckets; add a bucket or leave "
                 "it out"
+            )
+
+
+def check_contract(target: Target, schema: FeatureSchema, contract: Contract) -> None:
+    """Refuses planes that the target does not have, and another target's contract.
+
+    Raises:
+      UserError: layer ids outside the target, or a field that disagrees.
+    """
+    spec = target.spec
+    if schema.layer_ids or not schema.teacher:  # EAGLE reads the teacher alone
+        check_layer_ids(schema.layer_ids, spec.num_layers)
+    facts = {
+        "target_fingerprint": target.fingerprint,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_layers": spec.num_layers,
+        "tokenizer_hash": target.tokenizer.hash,
+    }
+    for name, value in facts.items():
+        if getattr(contract, name) != value:
+            raise UserError(
+                f"contract.{name} is {getattr(contract, name)!r} but the target's is "
+                f"{value!r}; make the contract from the target that captures"
             )
 
 
@@ -305,28 +307,66 @@ def _run_batch(
         if not finite_B[row]:
             stored.append(None)
             continue
+        check_varied(sample, schema, low_BL[row], high_BL[row])
         count = len(sample.tokens)
-        constant = np.flatnonzero(low_BL[row] == high_BL[row])
-        if constant.size:
-            plane = int(constant[0])
-            names = [*(f"layer {i}" for i in schema.layer_ids), "the teacher hidden"]
-            raise UserError(
-                f"features of {names[plane]} are all {low_BL[row, plane]:g} in sample "
-                f"{sample.source}; this target's weights or layer ids are not what the "
-                "contract says"
-            )
-        stored.append(
-            StoredSample(
-                tokens=np.asarray(sample.tokens, np.int32),
-                supervised=np.arange(count) >= sample.prompt_len,
-                features=features[row, :count],
-                source=sample.source,
-                prompt_len=sample.prompt_len,
-                looping=sample.looping,
-                teacher=teacher[row, :count] if schema.teacher else None,
-            )
-        )
+        kept = teacher[row, :count] if schema.teacher else None
+        stored.append(stored_sample(sample, features[row, :count], kept))
     return stored
+
+
+def stored_sample(sample: Sample, features, teacher) -> StoredSample:
+    """A sample with its features `[T, L, D]` and teacher `[T, D]` (or None)."""
+    return StoredSample(
+        tokens=np.asarray(sample.tokens, np.int32),
+        supervised=np.arange(len(sample.tokens)) >= sample.prompt_len,
+        features=features,
+        source=sample.source,
+        prompt_len=sample.prompt_len,
+        looping=sample.looping,
+        teacher=teacher,
+    )
+
+
+def check_varied(sample: Sample, schema: FeatureSchema, low_L, high_L) -> None:
+    """Refuses a plane that says nothing.
+
+    Args:
+      sample: what was run.
+      schema: names of the planes.
+      low_L: each plane's smallest value over the sample; high_L its largest.
+
+    Raises:
+      UserError: they are the same in a plane.
+    """
+    constant = np.flatnonzero(low_L == high_L)
+    if constant.size:
+        plane = int(constant[0])
+        names = [*(f"layer {i}" for i in schema.layer_ids), "the teacher hidden"]
+        raise UserError(
+            f"features of {names[plane]} are all {low_L[plane]:g} in sample "
+            f"{sample.source}; this target's weights or layer ids are not what the "
+            "contract says"
+        )
+
+
+def check_finite(bad: Sequence[str], so_far: int, total: int, dtype: str) -> None:
+    """Stops where too many samples have features that `dtype` cannot hold.
+
+    Args:
+      bad: sources of the newest ones.
+      so_far: all of them, `bad` included.
+      total: samples of the store.
+      dtype: of the store.
+
+    Raises:
+      UserError: more than `MAX_NOT_FINITE` of them, and more than one.
+    """
+    if bad and so_far > max(1, MAX_NOT_FINITE * total):
+        raise UserError(
+            f"features of {so_far} of {total} samples, {', '.join(bad[:3])} among "
+            f"them, are not finite in {dtype}: more than {MAX_NOT_FINITE:.1%}; store "
+            "a wider dtype or check the target"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))

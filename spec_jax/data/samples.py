@@ -353,6 +353,22 @@ def select_samples(
     Raises:
       UserError: see `check_skipped` and `check_supervision`.
     """
+    corpus, faults = _choose(samples, max_tokens, looping)
+    long = {k: n for k, n in corpus.skipped.items() if k not in faults}
+    check_skipped({**faults, **(long if long_is_fault else {})}, len(samples))
+    check_supervision(corpus.samples, template)
+    return corpus
+
+
+def usable(
+    samples: Sequence[Sample], max_tokens: int, looping: str = "keep"
+) -> tuple[Sample, ...]:
+    """Those of a part of a corpus that `select_samples` keeps of it."""
+    return _choose(samples, max_tokens, looping)[0].samples
+
+
+def _choose(samples, max_tokens: int, looping: str) -> tuple[Corpus, dict[str, int]]:
+    """What is kept, and the faults among the reasons for what is not."""
     kept: list[Sample] = []
     faults, num_long, num_looping, num_cut = collections.Counter(), 0, 0, 0
     for sample in samples:
@@ -369,9 +385,7 @@ def select_samples(
                 kept.append(cut)
                 num_cut += 1
     long = {f"longer than {max_tokens} tokens": num_long} if num_long else {}
-    check_skipped({**faults, **(long if long_is_fault else {})}, len(samples))
-    check_supervision(kept, template)
-    return Corpus(tuple(kept), {**faults, **long}, num_looping, num_cut)
+    return Corpus(tuple(kept), {**faults, **long}, num_looping, num_cut), dict(faults)
 
 
 def check_skipped(

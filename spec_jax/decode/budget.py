@@ -21,6 +21,10 @@ from spec_jax.core.verify_layout import Ladder
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.relay import History, Relay
 
+# Share of the newest round in the running mean of survival.
+MEAN_SHARE = 0.1
+OPTIMISTIC, MEAN = "optimistic", "mean"
+
 # Where the round `lag` before left no confidence, the newest one is planned with
 # while it is at most this many lags old.
 OLDEST_LAGS = 4
@@ -37,6 +41,10 @@ class BudgetOptions:
       probe_every: rounds without drafts after which drafting is tried again.
       lag: rounds between confidence and the budget made from it.
       extra_lag: more of them.
+      newcomers: what a request of which nothing is known counts: "optimistic", 1
+        everywhere, which makes room to explore (article 8.1), or "mean", what known
+        requests had on average, where drafting for everyone new costs more than it
+        finds out (short answers, poor drafts).
       wait: wait for that round's confidence instead of giving up on a late one
         (tests and law runs).
     """
@@ -46,9 +54,14 @@ class BudgetOptions:
     probe_every: int = 64
     lag: int = 2
     extra_lag: int = 0
+    newcomers: str = OPTIMISTIC
     wait: bool = False
 
     def __post_init__(self):
+        if self.newcomers not in (OPTIMISTIC, MEAN):
+            raise UserError(
+                f"serve.newcomers={self.newcomers!r} must be {OPTIMISTIC!r} or {MEAN!r}"
+            )
         for name, least in (("probe_every", 1), ("lag", 1), ("extra_lag", 0)):
             if getattr(self, name) < least:
                 raise UserError(
@@ -123,6 +136,7 @@ def choose(
     fixed: int = 0,
     fixed_rows: int = 0,
     may_stop: bool = True,
+    newcomer_M: np.ndarray | None = None,
 ) -> Choice:
     """The best K by the history of each planned request; a pure function.
 
@@ -130,9 +144,10 @@ def choose(
       terms: programs, times, clamps.
       requests: R of the program: the slots that are in use fit in it.
       history: per planned request its survival `[M]`, or None where nothing is
-        known of it, which counts 1 everywhere.
+        known of it.
       fixed: requests no budget decides for, with `fixed_rows` rows together.
       may_stop: not drafting is a choice; it comes first where it is as good.
+      newcomer_M: what such a request counts; None: 1 everywhere.
 
     Returns:
       The first maximum of tokens per second: ties take the smaller K.
@@ -141,9 +156,10 @@ def choose(
     if terms.table is None:
         return uniform(terms, requests, planned, fixed_rows)
     least, most = terms.plan.bounds(terms.num_draft + 1)
-    ones = np.ones(terms.num_draft)
+    if newcomer_M is None:
+        newcomer_M = np.ones(terms.num_draft)
     survival_XM = np.asarray(
-        [ones if h is None else h for h in history], np.float64
+        [newcomer_M if h is None else h for h in history], np.float64
     ).reshape(planned, terms.num_draft)
     paid = survival_XM[:, : least - 1].sum()
     values = survival_XM[:, least - 1 : most - 1].ravel()
@@ -197,8 +213,9 @@ class Planner:
     """Decides each round's program; the host's memory between rounds.
 
     Two cold starts stay apart: without any history there is no budget and the
-    layout is uniform; a request that is new in its slot counts survival 1 beside
-    neighbours whose history is known.
+    layout is uniform; a request that is new in its slot counts survival 1 (or the
+    running mean, see `BudgetOptions.newcomers`) beside neighbours whose history is
+    known.
 
     A round that does not draft leaves no history. What is known then ages, is
     counted, and is forgotten after `OLDEST_LAGS` lags; while drafting is stopped by
@@ -211,6 +228,7 @@ class Planner:
         self.relay = Relay(options.lag + options.extra_lag, wait=options.wait)
         self.counts = Counts()
         self._last: History | None = None
+        self._mean_M: np.ndarray | None = None
         self._idle = 0
         self._probe_from: int | None = None
 
@@ -236,6 +254,7 @@ class Planner:
             return uniform(self.terms, requests, len(planned), fixed_rows)
         if history is not None:
             self._last = history
+            self._average(history)
             probe_from = self._probe_from
             if probe_from is not None and history.round_index >= probe_from:
                 self._probe_from = None
@@ -257,6 +276,7 @@ class Planner:
             may_stop=self.options.may_stop
             and self._probe_from is None
             and not has_window,
+            newcomer_M=self._mean_M,
         )
         if choice.draft:
             self._idle = 0
@@ -268,6 +288,16 @@ class Planner:
             self._idle, self._probe_from = 0, round_index + 1
             self.counts.probes += 1
         return choice
+
+    def _average(self, history: History) -> None:
+        """What a newcomer counts, where it counts the mean."""
+        slots = sorted(history.generations)
+        if self.options.newcomers != MEAN or not slots:
+            return
+        newest_M = np.asarray(history.survival_RM, np.float64)[slots].mean(0)
+        if self._mean_M is None:
+            self._mean_M = newest_M
+        self._mean_M = self._mean_M + MEAN_SHARE * (newest_M - self._mean_M)
 
     def _age(self, rounds: int) -> None:
         """Counts a history that is older than the lag, or forgets it."""

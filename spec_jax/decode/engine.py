@@ -29,6 +29,7 @@ from spec_jax.decode.options import (
     ladder_of,
     room_of,
 )
+from spec_jax.decode.recorder import make_recorder
 from spec_jax.decode.request import (
     Generation,
     Offer,
@@ -73,8 +74,18 @@ class Engine:
 
         Raises:
           UserError: the allocation cannot hold a prompt and a round, or the
-            drafter cannot propose the round's topology.
+            drafter cannot propose the round's topology, or rows are to be
+            recorded beside a drafter's own state.
         """
+        keeper = drafter
+        if options.record is not None:
+            if drafter is not None:
+                raise UserError(
+                    f"serve.record={options.record} is for plain decoding and "
+                    f"drafter.name={drafter.name!r} drafts; leave one of them out"
+                )
+            keeper = make_recorder(options.record)
+            weights = dataclasses.replace(weights, draft={}, frozen=())
         self.spec, self.weights, self.options = spec, weights, options
         self.drafter, self.mask_id = drafter, mask_id
         self.tokenizer = tokenizer
@@ -99,6 +110,7 @@ class Engine:
             text=tokenizer is not None,
             num_draft=self.window - 1,
             is_chain=topology.is_chain,
+            features=options.record is not None,
         )
         self.ladder = ladder_of(options, self.window, plain=drafter is None)
         self.planner = Planner(
@@ -127,9 +139,9 @@ class Engine:
         self._free = list(range(options.slots))[::-1]
         self._pending: collections.deque = collections.deque()
         self._next_handle = 0
-        self.state = programs.fresh_state(spec, drafter, options)
+        self.state = programs.fresh_state(spec, keeper, options)
         self._programs = programs.compile_programs(
-            spec, drafter, options, self.ladder, weights, self.state
+            spec, keeper, options, self.ladder, weights, self.state
         )
 
     def fetch(self, tree):
@@ -280,10 +292,20 @@ class Engine:
                 # since is dropped.
                 self._release.add(slot)
             if made.done or found:
+                if job.settings.features:
+                    self._hand_out_rows(job, slot)
                 del self._running[slot]
                 self._free.append(slot)
                 stopped = made.stopped or found
                 self._end(job, "error" if made.bad else "stop" if stopped else "length")
+
+    def _hand_out_rows(self, job: Job, slot: int) -> None:
+        """The features of a request that ends, before its slot is another's."""
+        kept = self._programs["rows"](self.state.draft, np.asarray(slot, np.int32))
+        kept = self.fetch({name: kept[name] for name in ("features", "hidden")})
+        count = job.length - 1
+        job.generation.features = kept["features"][:count].copy()
+        job.generation.hidden = kept["hidden"][:count].copy()
 
     def _count_drafts(self, job: Job, made: Made) -> None:
         """A round's acceptance, for the counts and for `auto_off`."""

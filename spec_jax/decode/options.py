@@ -9,6 +9,7 @@ from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder, full_ladder
 from spec_jax.decode.auto_off import AutoOff
 from spec_jax.decode.budget import BudgetOptions
+from spec_jax.decode.recorder import Record
 from spec_jax.decode.request import NUM_TOP_LOGPROBS
 from spec_jax.decode.step import RoundOptions
 from spec_jax.target.spec import TargetSpec
@@ -40,6 +41,8 @@ class EngineOptions:
       num_ids: ids that may be emitted lie below it: those of the tokenizer, where
         the target's vocabulary is padded. Plain and speculative decoding then
         follow the target's law without the padding. 0: all of V.
+      record: what is kept of every row, so that a request can have its features
+        (`Settings.features`); of an engine without a drafter. None: nothing.
       keep_rounds: records of the newest rounds that `trace` holds.
     """
 
@@ -56,6 +59,7 @@ class EngineOptions:
     cost: CostTable | None = None
     budget: BudgetOptions = dataclasses.field(default_factory=BudgetOptions)
     num_ids: int = 0
+    record: Record | None = None
     keep_rounds: int = 4096
 
     def __post_init__(self):

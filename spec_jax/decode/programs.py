@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core.verify_layout import Ladder
-from spec_jax.decode import prefill, step
+from spec_jax.decode import prefill, recorder, step
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job
 from spec_jax.decode.options import EngineOptions, alternatives
@@ -63,10 +63,12 @@ def compile_programs(
     """Compiles everything an engine will run, ahead of its first request.
 
     Returns:
-      ("plain", R), ("round", R, T), a prefill bucket's length, or "switch" -> the
-      compiled program. All take (weights, state, ...) and consume the state;
-      "switch" takes the slots, who leaves and who speculates.
+      ("plain", R), ("round", R, T), a prefill bucket's length, "switch" or "rows" ->
+      the compiled program. All take (weights, state, ...) and consume the state;
+      "switch" takes the slots, who leaves and who speculates; "rows", of a
+      recorder, takes its state and a slot, and consumes nothing.
     """
+    drafts = drafter is not None and bool(drafter.topologies)
     taps = drafter.needs.layer_ids if drafter else ()
     is_packed = options.round.plan.is_packed
     round_options = dataclasses.replace(
@@ -100,9 +102,9 @@ def compile_programs(
     is_planned = round_options.plan.is_planned
     scalar = [jax.ShapeDtypeStruct((), jnp.int32)] if is_planned else []
     for requests, each in ladder.buckets:
-        if drafter is None or options.plain:
+        if options.plain or not drafts:
             programs["plain", requests] = aot(round_of(requests, None, False))
-        if drafter is None:
+        if not drafts:
             continue
         for rows in each if is_packed else each[-1:]:
             packed = rows if is_packed else None
@@ -132,6 +134,10 @@ def compile_programs(
         .lower(abstract[1].slots, mask, mask)
         .compile()
     )
+    if options.record is not None:
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        rows = jax.jit(recorder.rows_of).lower(abstract[1].draft, slot)
+        programs["rows"] = rows.compile()
     return programs
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from spec_jax.core.errors import UserError
 
 # Static widths of a slot's lists: a request with more is refused.
@@ -49,6 +51,7 @@ class Settings:
       logprobs: report the log-probability of every emitted token.
       top_logprobs: and of this many likeliest alternatives, at most
         `NUM_TOP_LOGPROBS`.
+      features: hand out the features of the rows that the target ran.
       num_draft: a window of its own, outside any budget and never switched off:
         this many drafts are verified every round. None: the engine decides.
     """
@@ -69,6 +72,7 @@ class Settings:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    features: bool = False
     num_draft: int | None = None
 
     def __post_init__(self):
@@ -248,6 +252,9 @@ class Generation:
       logprobs: natural log of each token's probability under the target's own
         softmax, if asked for.
       top_logprobs: (id, log-probability) of its likeliest alternatives.
+      features: [T, L, D] layer outputs of the rows that the target ran, the T tokens
+        of prompt and answer but the last, if asked for and not aborted.
+      hidden: [T, D] post-norm last hidden rows of the same.
     """
 
     prompt: list[int]
@@ -262,6 +269,8 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(
         default_factory=list
     )
+    features: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
     @property
     def rounds(self) -> int:
@@ -342,6 +351,7 @@ class Offer:
       text: there is a tokenizer.
       num_draft: M of the round, 0 without a drafter.
       is_chain: drafts form a chain.
+      features: rows are recorded.
     """
 
     vocab_size: int
@@ -350,6 +360,7 @@ class Offer:
     text: bool
     num_draft: int
     is_chain: bool
+    features: bool = False
 
 
 def check_features(settings: Settings, offer: Offer) -> None:
@@ -392,6 +403,11 @@ def check_features(settings: Settings, offer: Offer) -> None:
         raise UserError(
             f"stop={settings.stop} needs an engine with a tokenizer; use stop_ids, or "
             "build the engine with one"
+        )
+    if settings.features and not offer.features:
+        raise UserError(
+            "features=True needs an engine that records rows; build it without a "
+            "drafter and with serve.record, or leave the field out"
         )
     asked = settings.num_draft
     if asked is None or not settings.speculate:

@@ -195,6 +195,29 @@ def test_a_new_request_counts_one_beside_known_neighbours():
     assert fresh.decide(2, {0: 1, 3: 9}, {}).requests == 4
 
 
+def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
+    """Beside neighbours with poor drafts one request does not raise the budget."""
+    poor, live = np.full((2, M), 0.02), {0: 1, 1: 2}
+    budgets = {}
+    for newcomers in ("optimistic", "mean"):
+        planner = planner_of(may_stop=False, newcomers=newcomers)
+        for n in range(3):
+            planner.decide(n, live, {})
+            planner.dispatched(n, live, poor)
+        budgets[newcomers] = planner.decide(3, {0: 1, 1: 3}, {}).budget
+        assert planner.counts.stale == 1
+    assert budgets["optimistic"] >= M and budgets["mean"] == 0
+    # The mean follows what is seen, a tenth a round, over the slots that took part.
+    planner = planner_of(newcomers="mean")
+    for n, level in enumerate((0.2, 0.8)):
+        survival = np.asarray([[level] * M, [9.0] * M])
+        planner.dispatched(n, {0: 1}, survival)
+        planner.decide(n + 2, {0: 1}, {})
+    np.testing.assert_allclose(planner._mean_M, 0.2 + 0.1 * 0.6)
+    with pytest.raises(UserError, match=r"serve\.newcomers='eager'"):
+        BudgetOptions(newcomers="eager")
+
+
 def test_stopping_probes_again():
     """Hopeless drafts stop; every few rounds they run until news is back."""
     table = CostTable(LINEAR.cost, (1, 4), (0.6, 0.6))

@@ -74,6 +74,7 @@ WRONG = {
     ),
     "logprobs": ("yes", 1, None),
     "top_logprobs": (*WHOLE, None),
+    "features": ("yes", 1, None),
     "num_draft": WHOLE,
 }
 

@@ -264,6 +264,22 @@ def test_padding_is_inert_in_training(name):
     jax.tree.map(np.testing.assert_array_equal, grads, want_grads)
 
 
+def test_nothing_trained_reads_the_row_of_the_last_token(name):
+    """It was drawn and never run: features kept during decoding end before it."""
+    trains(name)
+    _, params, frozen = build(name)
+    batch = batch_of(name)
+    last = np.arange(SIZE_S)[None] == batch.length_B[:, None] - 1
+    other = batch.replace(
+        features_BSLD=np.where(last[..., None, None], 50.0, batch.features_BSLD),
+        teacher_BSD=np.where(last[..., None], 50.0, batch.teacher_BSD),
+    )
+    want, (want_grads, _) = trainer(name)(params, frozen, batch, KEY)
+    got, (grads, _) = trainer(name)(params, frozen, other, KEY)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    jax.tree.map(np.testing.assert_array_equal, grads, want_grads)
+
+
 def test_nothing_is_traced_twice(name):
     drafter = build(name)[0].drafter
     programs = drafting.Programs(drafter)

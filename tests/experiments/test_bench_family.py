@@ -134,7 +134,7 @@ def test_too_few_prompts_end_it_before_any_training(tmp_path, monkeypatch):
     )
     asked = []
 
-    def prepare(recipe, target, params, mask_id, workdir):
+    def prepare(recipe, target, params, mask_id, workdir, drafter):
         asked.append((recipe.capture.layer_ids, recipe.capture.teacher, mask_id))
         made = text(HELD[:2], FILES[:2])
         return training.Prepared(target, params, made, None, 1.0, workdir)

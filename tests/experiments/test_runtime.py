@@ -417,6 +417,7 @@ PLAN = {
     "lag": 1,
     "extra_lag": 2,
     "probe_every": 5,
+    "newcomers": "mean",
 }
 
 

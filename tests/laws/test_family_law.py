@@ -2,9 +2,9 @@
 
 The experiment of the law (`experiments.bench_law`) with few samples: rounds of
 thousands of requests go on from the state that an engine left after a history, and
-the joint law of their next tokens is compared with the target's exact one. That
-the two classic mistakes are found with as many samples is in
-`tests/experiments/test_bench_law.py`.
+the joint law of their next tokens is compared with the target's exact one.
+`tests/experiments/test_bench_law.py` finds the two classic mistakes by the same
+test of twice the samples, with p-values below 1e-20.
 """
 
 import pytest
@@ -16,16 +16,9 @@ from spec_jax.decode import plan
 from spec_jax.evals.laws import Setting
 
 SUBJECTS = {subject.name: subject for subject in law_worlds.SUBJECTS}
-FAMILY = (
-    "dflash",
-    "dspark",
-    "dflash2",
-    "eagle",
-    "eagle3",
-    "lookup",
-    "eagle, static tree",
-    "eagle3, dynamic tree",
-)
+# Each a law q of its own: corrected, sparse, of a reduced vocabulary, one-hot.
+QUICK = ("dspark", "dflash2", "eagle3", "lookup")
+SLOW = ("dflash", "eagle", "eagle, static tree", "eagle3, dynamic tree")
 # The target's law is peaked: warm enough, filters leave 27, 8 and 13 ways to go on.
 SETTINGS = (Setting(), Setting(temperature=1.4, top_k=2), Setting(1.5, top_p=0.95))
 # p-values of 24 tests with fixed seeds; chance alone fails one in 400 choices.
@@ -37,8 +30,8 @@ def config() -> schema.BenchLaw:
     made = recipe.get_config()
     made.update_from_flattened_dict(
         {
-            "samples": 12_000,
-            "chunk": 4_000,
+            "samples": 6_000,
+            "chunk": 2_000,
             "vocab": 3,
             "tokens": 3,
             "serve.num_draft": 2,
@@ -48,11 +41,13 @@ def config() -> schema.BenchLaw:
 
 
 def test_every_drafter_is_there():
-    named = {SUBJECTS[name].drafter for name in FAMILY}
+    named = {SUBJECTS[name].drafter for name in (*QUICK, *SLOW)}
     assert named == {subject.drafter for subject in law_worlds.SUBJECTS}
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_rounds_have_the_targets_joint_law(name):
     cfg, subject = config(), SUBJECTS[name]
     world = law_worlds.make_world(cfg, subject)

@@ -13,7 +13,7 @@ from spec_jax.config.schema.checks import (
 )
 from spec_jax.config.schema.data import Capture, Data
 from spec_jax.config.schema.recipes import Common
-from spec_jax.config.schema.serving import Serve
+from spec_jax.config.schema.serving import Plan, Serve
 from spec_jax.config.schema.training import Drafter
 
 
@@ -305,6 +305,7 @@ class BenchSchedule(Common):
       min_rounds: rounds below which no temperature is fitted.
       sampled_share: share of the requests that use the sampling values of
         `serve`; the others are greedy.
+      plan: how budgets are made and shared.
       serve: `slots` and `max_new_tokens` are not read: see `concurrency` and
         `bench.max_new_tokens`.
       bench: `prompt_sets` are mixed in equal shares (a `.txt` file is cut into
@@ -327,6 +328,7 @@ class BenchSchedule(Common):
     fit_slots: int = 8
     min_rounds: int = 200
     sampled_share: float = 0.0
+    plan: Plan = Plan()
     serve: Serve = Serve()
     bench: Bench = Bench(
         warmup=2, repeats=3, context=128, max_prompts=64, max_new_tokens=64

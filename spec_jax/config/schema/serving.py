@@ -8,6 +8,7 @@ from spec_jax.config.schema.checks import (
     ascending,
     at_least,
     check,
+    one_of,
     share,
     temperature,
     top_p,
@@ -126,6 +127,8 @@ class Plan:
       lag: rounds between a confidence and the budget made from it.
       extra_lag: more of them.
       probe_every: rounds without drafts after which drafting is tried again.
+      newcomers: what a request without a history counts: "optimistic", survival 1,
+        or "mean", what the others had on average.
     """
 
     survival_eps: float = 1e-6
@@ -135,8 +138,10 @@ class Plan:
     lag: int = 2
     extra_lag: int = 0
     probe_every: int = 64
+    newcomers: str = "optimistic"
 
     def __post_init__(self):
+        one_of("plan", self, "newcomers", ("optimistic", "mean"))
         check(
             0 <= self.survival_eps < 1,
             "plan.survival_eps",

@@ -66,6 +66,12 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def num_skipped(self) -> int:
+        """Samples that were left out of the shards there are."""
+        skipped = (entry["skipped"] for entry in self.written.values())
+        return sum(len(sources) for each in skipped for sources in each.values())
+
     def close(self) -> None:
         """Lets another writer in."""
         if self._lock is not None:
