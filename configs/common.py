@@ -51,6 +51,19 @@ def base(task: str = "pipeline", drafter: str = "dflash") -> ml_collections.Conf
     return loading.to_config_dict(tree)
 
 
+def takes_no_word(path: str, word: str) -> None:
+    """Refuses what stands after the colon of a recipe that has no variants.
+
+    Raises:
+      UserError: there is a word.
+    """
+    if word:
+        raise UserError(
+            f"{path}:{word} names a variant and this recipe has none; leave "
+            f"':{word}' out"
+        )
+
+
 def base_of(recipe: Any) -> dict[str, Any]:
     """The plain defaults that a frozen recipe started from."""
     drafter = getattr(recipe, "drafter", "")

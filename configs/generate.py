@@ -17,7 +17,7 @@ from configs import common
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/generate.py", arg)
     config = common.base("generate")
     config.prompt = "Explain in two sentences why the sky is blue."
     return config

@@ -15,7 +15,7 @@ from configs import common, smollm2
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/synthesise.py", arg)
     config = common.base("synthesise")
     config.target.source = common.SMOLLM2
     whole = smollm2.get_config()

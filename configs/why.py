@@ -18,7 +18,7 @@ from configs import common
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/why.py", arg)
     config = common.base("why")
     config.prompt = "Explain in two sentences why the sky is blue."
     return config

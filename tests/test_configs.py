@@ -105,11 +105,28 @@ def test_drafter_by_argument():
         _load("configs/tiny.py:dflsh")
 
 
+WITHOUT_WORDS = [
+    f"configs/{name}.py"
+    for name in (
+        "why",
+        "generate",
+        "synthesise",
+        "bench/law",
+        "bench/peers",
+        "bench/soak",
+    )
+]
+
+
 @pytest.mark.parametrize("path", RECIPES)
 def test_a_recipe_takes_every_drafters_name(path):
     """Or another word, which it then refuses with a sentence."""
     if path == "configs/bench/family.py":
         with pytest.raises(UserError, match="eagle names no training recipe"):
+            _load(f"{path}:eagle")
+        return
+    if path in WITHOUT_WORDS:
+        with pytest.raises(UserError, match=f"{path}:eagle names a variant and this"):
             _load(f"{path}:eagle")
         return
     for drafter in DRAFTERS:

@@ -17,7 +17,7 @@ from configs import common
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/bench/law.py", arg)
     config = common.base("bench_law")
     config.serve.tree_depth = 3
     config.serve.tree_top_k = 2

@@ -17,7 +17,7 @@ from configs import common
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/bench/peers.py", arg)
     config = common.base("bench_peers")
     config.bench.max_prompts = 8
     config.bench.max_new_tokens = 64

@@ -16,7 +16,7 @@ from configs import common
 
 
 def get_config(arg=""):
-    del arg
+    common.takes_no_word("configs/bench/soak.py", arg)
     config = common.base("bench_soak")
     config.target.source = common.SMOLLM2
     return config

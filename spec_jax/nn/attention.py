@@ -1,11 +1,12 @@
 """Attention of a block of rows over committed history plus the block itself.
 
 History lives in a slot cache `[N, B, G, A, C]`. It is read in KV blocks up to
-the batch's longest live length, so that a step costs what is live and not what
-is allocated. The block's own rows come as a dense visibility mask (chain,
-tree, draft block): one routine serves target verify, prefill chunks, plain
-decoding and a drafter's context attention. Softmax is accumulated online, in
-float32; a row that sees nothing yields zeros, never a uniform average.
+the batch's longest live length (large batches on a CPU slot by slot, each up to
+its own), so that a step costs what is live and not what is allocated. The
+block's own rows come as a dense visibility mask (chain, tree, draft block): one
+routine serves target verify, prefill chunks, plain decoding and a drafter's
+context attention. Softmax is accumulated online, in float32; a row that sees
+nothing yields zeros, never a uniform average.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from spec_jax.core import masks
 from spec_jax.core.shapes import bind
 
 KV_BLOCK = 128
+# On a CPU, slots whose KV blocks together exceed this many bytes run one by one.
+SLOTWISE_BYTES = 512 * 1024
 _LOW = -1e30
 
 
@@ -30,6 +33,89 @@ def _accumulate(state, scores, values, visible):
     total = total * shrink + weights.sum(-1)
     out = out * shrink[..., None] + jnp.einsum("bgxk,bgkc->bgxc", weights, values)
     return new_top, total, out
+
+
+def _rows(mask_BTK, size_p: int):
+    """[B, T, K] -> [B, 1, T * P, K]."""
+    return jnp.repeat(mask_BTK, size_p, axis=1)[:, None]
+
+
+def is_slotwise(size_b: int, cache_NBGAC) -> bool:
+    """Whether slots are read one by one, each up to its own length.
+
+    A KV block of one slot stays in a core's cache between its copy and its
+    products; a block of many slots goes through memory at each of them.
+    """
+    size_g, alloc, size_c = cache_NBGAC.shape[2:]
+    rows = 2 * size_b * size_g * min(KV_BLOCK, alloc)
+    block_bytes = rows * size_c * cache_NBGAC.dtype.itemsize
+    is_large = size_b > 1 and block_bytes > SLOTWISE_BYTES
+    return is_large and jax.default_backend() == "cpu"
+
+
+def _attend_history(
+    q_BGXC,
+    cache_k_NBGAC,
+    cache_v_NBGAC,
+    layer,
+    history_B,
+    query_pos_BT,
+    window: int | None,
+    size_t: int,
+    first_slot=0,
+):
+    """Online-softmax state over the history of slots `first_slot ..+ B`.
+
+    Args:
+      q_BGXC: scaled queries, X = T * P.
+      cache_k_NBGAC: see `attend`; it may hold more slots. cache_v_NBGAC values.
+      layer: which layer to read.
+      history_B: [B] cached rows each slot may see; the longest sets the cost.
+      query_pos_BT: see `attend`.
+      window: see `attend`.
+      size_t: T.
+      first_slot: where the B slots lie in the cache (may be traced).
+
+    Returns:
+      Maxima `[B, G, X]`, sums `[B, G, X]` and outputs `[B, G, X, C]`, float32.
+    """
+    size_b, size_g, size_x, size_c = q_BGXC.shape
+    alloc = cache_k_NBGAC.shape[3]
+    step = min(KV_BLOCK, alloc)
+    state = (
+        jnp.full((size_b, size_g, size_x), _LOW, jnp.float32),
+        jnp.zeros((size_b, size_g, size_x), jnp.float32),
+        jnp.zeros((size_b, size_g, size_x, size_c), jnp.float32),
+    )
+
+    def history_block(index, state):
+        start = jnp.minimum(index * step, alloc - step)
+        at = (layer, first_slot, 0, start, 0)
+        shape = (1, size_b, size_g, step, size_c)
+        k_BGKC = jax.lax.dynamic_slice(cache_k_NBGAC, at, shape)[0]
+        v_BGKC = jax.lax.dynamic_slice(cache_v_NBGAC, at, shape)[0]
+        key_row = start + jnp.arange(step)
+        # The last block may overlap its predecessor when A % step != 0.
+        seen_BTK = (
+            masks.committed(key_row[None, None], history_B[:, None, None])
+            & (key_row >= index * step)[None, None]
+        )
+        if window is not None:
+            seen_BTK = seen_BTK & masks.in_window(
+                query_pos_BT[..., None], key_row[None, None], window
+            )
+        seen_BTK = jnp.broadcast_to(seen_BTK, (size_b, size_t, step))
+        # Rows nobody may see can hold anything, NaN included.
+        v_BGKC = jnp.where(
+            masks.committed(key_row, history_B[:, None])[:, None, :, None], v_BGKC, 0
+        )
+        scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
+        visible = _rows(seen_BTK, size_x // size_t)
+        return _accumulate(state, scores, v_BGKC.astype(jnp.float32), visible)
+
+    longest = jnp.max(history_B)
+    num_blocks = (longest + step - 1) // step
+    return jax.lax.fori_loop(0, num_blocks, history_block, state)
 
 
 def attend(
@@ -63,51 +149,34 @@ def attend(
     """
     sizes = bind(q_BTGPC=q_BTGPC, block_k_BKGC=block_k_BKGC, history_B=history_B)
     size_b, size_t, size_g, size_p, size_c = (sizes[x] for x in "BTGPC")
-    alloc = cache_k_NBGAC.shape[3]
-    step = min(KV_BLOCK, alloc)
     dtype = q_BTGPC.dtype
     q_BGXC = jnp.transpose(q_BTGPC, (0, 2, 1, 3, 4)).reshape(
         size_b, size_g, size_t * size_p, size_c
     ) * jnp.asarray(size_c**-0.5, dtype)
 
-    def rows(mask_BTK):
-        """[B, T, K] -> [B, 1, T * P, K]."""
-        repeated = jnp.repeat(mask_BTK, size_p, axis=1)
-        return repeated[:, None]
-
-    state = (
-        jnp.full((size_b, size_g, size_t * size_p), _LOW, jnp.float32),
-        jnp.zeros((size_b, size_g, size_t * size_p), jnp.float32),
-        jnp.zeros((size_b, size_g, size_t * size_p, size_c), jnp.float32),
-    )
-
-    def history_block(index, state):
-        start = jnp.minimum(index * step, alloc - step)
-        at = (layer, 0, 0, start, 0)
-        shape = (1, size_b, size_g, step, size_c)
-        k_BGKC = jax.lax.dynamic_slice(cache_k_NBGAC, at, shape)[0]
-        v_BGKC = jax.lax.dynamic_slice(cache_v_NBGAC, at, shape)[0]
-        key_row = start + jnp.arange(step)
-        # The last block may overlap its predecessor when A % step != 0.
-        seen_BTK = (
-            masks.committed(key_row[None, None], history_B[:, None, None])
-            & (key_row >= index * step)[None, None]
+    def over_history(q_BGXC, history_B, query_pos_BT, first_slot=0):
+        return _attend_history(
+            q_BGXC,
+            cache_k_NBGAC,
+            cache_v_NBGAC,
+            layer,
+            history_B,
+            query_pos_BT,
+            window,
+            size_t,
+            first_slot,
         )
-        if window is not None:
-            seen_BTK = seen_BTK & masks.in_window(
-                query_pos_BT[..., None], key_row[None, None], window
-            )
-        seen_BTK = jnp.broadcast_to(seen_BTK, (size_b, size_t, step))
-        # Rows nobody may see can hold anything, NaN included.
-        v_BGKC = jnp.where(
-            masks.committed(key_row, history_B[:, None])[:, None, :, None], v_BGKC, 0
-        )
-        scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
-        return _accumulate(state, scores, v_BGKC.astype(jnp.float32), rows(seen_BTK))
 
-    longest = jnp.max(history_B)
-    num_blocks = (longest + step - 1) // step
-    state = jax.lax.fori_loop(0, num_blocks, history_block, state)
+    def over_slot(slot_and_rows):
+        slot, rows = slot_and_rows
+        state = over_history(*jax.tree.map(lambda x: x[None], rows), slot)
+        return jax.tree.map(lambda x: x[0], state)
+
+    per_request = (q_BGXC, history_B, query_pos_BT)
+    if is_slotwise(size_b, cache_k_NBGAC):
+        state = jax.lax.map(over_slot, (jnp.arange(size_b), per_request))
+    else:
+        state = over_history(*per_request)
 
     k_BGKC = jnp.swapaxes(block_k_BKGC, 1, 2)
     v_BGKC = jnp.swapaxes(block_v_BKGC, 1, 2)
@@ -118,7 +187,7 @@ def attend(
             query_pos_BT[:, :, None], query_pos_BT[:, None, :], window
         )
     _, total, out = _accumulate(
-        state, scores, v_BGKC.astype(jnp.float32), rows(visible_BTK)
+        state, scores, v_BGKC.astype(jnp.float32), _rows(visible_BTK, size_p)
     )
     out = out / jnp.maximum(total, 1e-30)[..., None]
     out = out.reshape(size_b, size_g, size_t, size_p, size_c)

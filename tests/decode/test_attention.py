@@ -35,19 +35,27 @@ def dense(q, k, v, visible, cache_k, cache_v, history, positions, window):
     return out
 
 
+@pytest.mark.parametrize("slotwise_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("window", [None, 3, 9])
 @pytest.mark.parametrize(
     ("allocated", "histories"), [(21, (0, 1, 20)), (8, (8, 7, 5)), (19, (16, 17, 0))]
 )
-def test_attend_equals_dense_attention(monkeypatch, allocated, histories, window):
-    """Blocks of 8: no history, block edges, an allocation that is no multiple."""
+def test_attend_equals_dense_attention(
+    monkeypatch, allocated, histories, window, slotwise_bytes
+):
+    """Blocks of 8: no history, block edges, an allocation that is no multiple.
+
+    Slot by slot and all slots at once; the cache has a slot that nobody reads.
+    """
     monkeypatch.setattr(attention, "KV_BLOCK", 8)
+    monkeypatch.setattr(attention, "SLOTWISE_BYTES", slotwise_bytes)
     rng = np.random.default_rng(allocated)
     size_b, size_t, layer = 3, 4, 1
     q = rng.normal(size=(size_b, size_t, G, P, C))
     k, v = rng.normal(size=(2, size_b, size_t, G, C))
-    cache = rng.normal(size=(2, LAYERS, size_b, G, allocated, C))
+    cache = rng.normal(size=(2, LAYERS, size_b + 1, G, allocated, C))
     stored = cache.copy()
+    stored[:, :, size_b] = np.nan
     for b, history in enumerate(histories):
         stored[:, :, b, :, history:] = np.nan
     visible = np.tril(np.ones((size_t, size_t), bool))
