@@ -103,7 +103,10 @@ def force(engine: Engine, watch: Watch, log: Log, token: int = 0) -> None:
 
 
 def warm_up(engine: Engine, requests: list[Job]) -> None:
-    """Everything that a request can meet, once."""
+    """Everything that a request can meet, and every program, once.
+
+    A program takes what memory it needs when it first runs.
+    """
     engine.generate([list(r.prompt) for r in requests], [r.settings for r in requests])
     for leave in (engine.retract, engine.abort):
         handle = engine.submit([0, 1], Settings(max_new_tokens=8))
@@ -111,6 +114,11 @@ def warm_up(engine: Engine, requests: list[Job]) -> None:
             engine.step()
         leave(handle)
     engine.run()
+    watch = Watch(engine)
+    try:
+        force(engine, watch, Log())
+    finally:
+        watch.close()
 
 
 def _look_at_memory(log: Log) -> None:

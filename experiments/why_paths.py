@@ -90,7 +90,8 @@ class Paths:
     def start_state(self, drafter: Drafter) -> DecodeState:
         """One slot, and nothing in it."""
         options = EngineOptions(max_context=self.room)
-        return programs.fresh_state(self.target.spec, drafter, options)
+        dtype = self.params["params"]["embed"].dtype
+        return programs.fresh_state(self.target.spec, drafter, options, dtype)
 
     @functools.cached_property
     def one_by_one(self) -> Recorded:

@@ -139,7 +139,9 @@ class Engine:
         self._free = list(range(options.slots))[::-1]
         self._pending: collections.deque = collections.deque()
         self._next_handle = 0
-        self.state = programs.fresh_state(spec, keeper, options)
+        self.state = programs.fresh_state(
+            spec, keeper, options, weights.target["params"]["embed"].dtype
+        )
         self._programs = programs.compile_programs(
             spec, keeper, options, self.ladder, weights, self.state
         )

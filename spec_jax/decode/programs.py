@@ -24,13 +24,23 @@ from spec_jax.target.spec import TargetSpec
 
 
 def fresh_state(
-    spec: TargetSpec, drafter: Drafter | None, options: EngineOptions
+    spec: TargetSpec,
+    drafter: Drafter | None,
+    options: EngineOptions,
+    dtype=jnp.float32,
 ) -> DecodeState:
-    """Empty slots, and the caches they own."""
+    """Empty slots, and the caches they own.
+
+    Args:
+      spec: target sizes.
+      drafter: whose state is kept, or None.
+      options: of the engine.
+      dtype: of the target's weights, hence of its keys and values.
+    """
     o = options
     draft = None if drafter is None else drafter.init_state(o.slots, o.max_context)
     return DecodeState(
-        cache=init_cache(spec, o.slots, o.max_context),
+        cache=init_cache(spec, o.slots, o.max_context, dtype),
         draft=draft,
         slots=empty_slots(
             o.slots,

@@ -35,6 +35,13 @@ def _accumulate(state, scores, values, visible):
     return new_top, total, out
 
 
+def _scores(q_BGXC, k_BGKC):
+    """[B, G, X, keys] float32, whatever the dtype of queries and keys."""
+    return jnp.einsum(
+        "bgxc,bgkc->bgxk", q_BGXC, k_BGKC, preferred_element_type=jnp.float32
+    )
+
+
 def _rows(mask_BTK, size_p: int):
     """[B, T, K] -> [B, 1, T * P, K]."""
     return jnp.repeat(mask_BTK, size_p, axis=1)[:, None]
@@ -109,7 +116,7 @@ def _attend_history(
         v_BGKC = jnp.where(
             masks.committed(key_row, history_B[:, None])[:, None, :, None], v_BGKC, 0
         )
-        scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
+        scores = _scores(q_BGXC, k_BGKC)
         visible = _rows(seen_BTK, size_x // size_t)
         return _accumulate(state, scores, v_BGKC.astype(jnp.float32), visible)
 
@@ -180,7 +187,7 @@ def attend(
 
     k_BGKC = jnp.swapaxes(block_k_BKGC, 1, 2)
     v_BGKC = jnp.swapaxes(block_v_BKGC, 1, 2)
-    scores = jnp.einsum("bgxc,bgkc->bgxk", q_BGXC, k_BGKC).astype(jnp.float32)
+    scores = _scores(q_BGXC, k_BGKC)
     visible_BTK = jnp.broadcast_to(visible_BTK, (size_b, size_t, sizes["K"]))
     if window is not None:
         visible_BTK = visible_BTK & masks.in_window(
