@@ -190,7 +190,7 @@ class Counts:
     Attributes:
       decisions: rounds decided.
       no_budget: of them without any history (the first rounds), or none but what
-        is too old.
+        is too old; where newcomers count the mean, it alone was planned with.
       not_ready: of them whose entry had not arrived.
       aged: of them planned with a history older than the lag: the round it should
         have come from did not draft.
@@ -213,9 +213,9 @@ class Planner:
     """Decides each round's program; the host's memory between rounds.
 
     Two cold starts stay apart: without any history there is no budget and the
-    layout is uniform; a request that is new in its slot counts survival 1 (or the
-    running mean, see `BudgetOptions.newcomers`) beside neighbours whose history is
-    known.
+    layout is uniform (unless a mean is known and counts); a request that is new in
+    its slot counts survival 1 (or the running mean, see `BudgetOptions.newcomers`)
+    beside neighbours whose history is known.
 
     A round that does not draft leaves no history. What is known then ages, is
     counted, and is forgotten after `OLDEST_LAGS` lags; while drafting is stopped by
@@ -260,12 +260,15 @@ class Planner:
                 self._probe_from = None
         elif self._last is not None:
             self._age(round_index - self._last.round_index)
+        seen: list[np.ndarray | None] = [None] * len(planned)
         if self._last is None:
             self.counts.no_budget += 1
-            return uniform(self.terms, requests, len(planned), fixed_rows)
-        seen = [self._last.of(slot, live[slot]) for slot in planned]
-        self.counts.slots += len(seen)
-        self.counts.stale += sum(values is None for values in seen)
+            if self._mean_M is None:
+                return uniform(self.terms, requests, len(planned), fixed_rows)
+        else:
+            seen = [self._last.of(slot, live[slot]) for slot in planned]
+            self.counts.slots += len(seen)
+            self.counts.stale += sum(values is None for values in seen)
         has_window = any(own_rows[slot] > 1 for slot in live if slot in own_rows)
         choice = choose(
             self.terms,

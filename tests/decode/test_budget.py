@@ -214,6 +214,10 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
         planner.dispatched(n, {0: 1}, survival)
         planner.decide(n + 2, {0: 1}, {})
     np.testing.assert_allclose(planner._mean_M, 0.2 + 0.1 * 0.6)
+    # Known from before, it also plans the first rounds of a new batch.
+    later = planner.decide(1000, {0: 7, 1: 8}, {})
+    assert later == choose(planner.terms, 2, [None, None], newcomer_M=np.full(M, 0.26))
+    assert planner.counts.no_budget == 1
     with pytest.raises(UserError, match=r"serve\.newcomers='eager'"):
         BudgetOptions(newcomers="eager")
 
