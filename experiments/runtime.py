@@ -160,6 +160,7 @@ def planning(
             lag=plan.lag,
             extra_lag=plan.extra_lag,
             newcomers=plan.newcomers,
+            feedback=plan.feedback,
         ),
     }
 

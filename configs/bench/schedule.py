@@ -41,6 +41,7 @@ def get_config(arg=""):
     config = common.base("bench_schedule")
     config.drafter = common.newest_export(f"smollm2-{arg or 'dspark'}")
     config.plan.newcomers = "mean"
+    config.plan.feedback = True
     config.serve.max_context = 512
     config.serve.prefill_buckets = (32, 128)
     with config.unlocked():

@@ -23,6 +23,9 @@ from spec_jax.decode.relay import History, Relay
 
 # Share of the newest round in the running mean of survival.
 MEAN_SHARE = 0.1
+# Verified drafts whose outcome `feedback` remembers, and how far it corrects.
+FEEDBACK_DRAFTS = 200.0
+FEEDBACK_RANGE = (0.25, 4.0)
 OPTIMISTIC, MEAN = "optimistic", "mean"
 
 # Where the round `lag` before left no confidence, the newest one is planned with
@@ -45,6 +48,9 @@ class BudgetOptions:
         everywhere, which makes room to explore (article 8.1), or "mean", what known
         requests had on average, where drafting for everyone new costs more than it
         finds out (short answers, poor drafts).
+      feedback: scale what survival promises by what earlier rounds kept of it:
+        accepted drafts over the survival of the verified ones. For confidence that
+        temperatures alone do not calibrate (log-odds of max q are one).
       wait: wait for that round's confidence instead of giving up on a late one
         (tests and law runs).
     """
@@ -55,6 +61,7 @@ class BudgetOptions:
     lag: int = 2
     extra_lag: int = 0
     newcomers: str = OPTIMISTIC
+    feedback: bool = False
     wait: bool = False
 
     def __post_init__(self):
@@ -137,6 +144,7 @@ def choose(
     fixed_rows: int = 0,
     may_stop: bool = True,
     newcomer_M: np.ndarray | None = None,
+    kept: float = 1.0,
 ) -> Choice:
     """The best K by the history of each planned request; a pure function.
 
@@ -148,6 +156,7 @@ def choose(
       fixed: requests no budget decides for, with `fixed_rows` rows together.
       may_stop: not drafting is a choice; it comes first where it is as good.
       newcomer_M: what such a request counts; None: 1 everywhere.
+      kept: share of the promised acceptance that is counted.
 
     Returns:
       The first maximum of tokens per second: ties take the smaller K.
@@ -169,7 +178,7 @@ def choose(
     count_K = planned + fixed_rows + budget_K
     buckets = np.asarray(dict(terms.ladder.buckets)[requests])
     rows_K = buckets[np.searchsorted(buckets, count_K)]
-    tokens_K = planned + fixed + paid + gained_K
+    tokens_K = planned + fixed + kept * (paid + gained_K)
     rate_K = tokens_K / terms.table.round_time(requests, rows_K)
     best = int(np.argmax(rate_K))
     stopped = plain(terms, requests)
@@ -229,6 +238,8 @@ class Planner:
         self.counts = Counts()
         self._last: History | None = None
         self._mean_M: np.ndarray | None = None
+        # One whole batch of promises kept: a correction grows with what is seen.
+        self._promised = self._accepted = FEEDBACK_DRAFTS / 4
         self._idle = 0
         self._probe_from: int | None = None
 
@@ -280,6 +291,7 @@ class Planner:
             and self._probe_from is None
             and not has_window,
             newcomer_M=self._mean_M,
+            kept=self.kept,
         )
         if choice.draft:
             self._idle = 0
@@ -291,6 +303,32 @@ class Planner:
             self._idle, self._probe_from = 0, round_index + 1
             self.counts.probes += 1
         return choice
+
+    @property
+    def kept(self) -> float:
+        """Share of promised acceptance that came; 1 without `feedback`."""
+        if not self.options.feedback:
+            return 1.0
+        return float(np.clip(self._accepted / self._promised, *FEEDBACK_RANGE))
+
+    def observe(self, survival_RM, verify_len_R, accepted_R, ran_R) -> None:
+        """Notes what came of a round that drafted, as the host reads it.
+
+        Args:
+          survival_RM: of its drafts.
+          verify_len_R: rows verified, anchors included.
+          accepted_R: r of each request.
+          ran_R: requests that took part.
+        """
+        if not self.options.feedback:
+            return
+        verified_RM = np.arange(self.terms.num_draft) < (verify_len_R - 1)[:, None]
+        verified_RM = verified_RM & np.asarray(ran_R)[:, None]
+        count = int(verified_RM.sum())
+        fade = 0.5 ** (count / FEEDBACK_DRAFTS)
+        promised = float(np.asarray(survival_RM, np.float64)[verified_RM].sum())
+        self._promised = fade * self._promised + promised
+        self._accepted = fade * self._accepted + float(accepted_R[ran_R].sum())
 
     def _average(self, history: History) -> None:
         """What a newcomer counts, where it counts the mean."""

@@ -222,6 +222,31 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
         BudgetOptions(newcomers="eager")
 
 
+def test_feedback_scales_what_survival_promises():
+    """Confident drafts that fail cost their budget; without feedback they do not."""
+    live, sure = {0: 1, 1: 2}, np.full((2, M), 0.7)
+    lengths, ran = np.full(2, M + 1), np.ones(2, bool)
+    budgets = {}
+    for feedback in (False, True):
+        planner = planner_of(may_stop=False, feedback=feedback)
+        for n in range(60):
+            budgets[feedback] = planner.decide(n, live, {}).budget
+            planner.dispatched(n, live, sure)
+            planner.observe(sure, lengths, np.zeros(2, np.int32), ran)
+    assert budgets == {False: 2 * M, True: 0}
+    assert planner.kept == 0.25
+    # Rows that were not verified, and requests that did not run, promise nothing.
+    planner = planner_of(feedback=True)
+    for _ in range(400):
+        accepted = np.asarray([1, 2])
+        planner.observe(sure, np.asarray([2, M + 1]), accepted, np.asarray([1, 0]) > 0)
+    np.testing.assert_allclose(planner.kept, 1 / 0.7, rtol=0.02)
+    # With what `kept` is, the choice is that of survival so scaled.
+    terms, history = planner.terms, [np.full(M, 0.8), np.full(M, 0.4)]
+    scaled = choose(terms, 2, [0.5 * h for h in history])
+    assert choose(terms, 2, history, kept=0.5) == scaled
+
+
 def test_stopping_probes_again():
     """Hopeless drafts stop; every few rounds they run until news is back."""
     table = CostTable(LINEAR.cost, (1, 4), (0.6, 0.6))

@@ -418,6 +418,7 @@ PLAN = {
     "extra_lag": 2,
     "probe_every": 5,
     "newcomers": "mean",
+    "feedback": True,
 }
 
 

@@ -13,7 +13,14 @@ FORMS = ("additive", "flat")
 PACES = ("arrival", "fast")
 # Of `Plan`: what every planned round reads, and what needs round times.
 _SHARED = ("survival_eps", "min_verify_len", "max_verify_len")
-_TIMED = ("align_rows", "lag", "extra_lag", "probe_every", "newcomers")
+_TIMED = (
+    "align_rows",
+    "lag",
+    "extra_lag",
+    "probe_every",
+    "newcomers",
+    "feedback",
+)
 
 
 def _needs_drafter(drafter: str) -> None:

@@ -129,6 +129,7 @@ class Plan:
       probe_every: rounds without drafts after which drafting is tried again.
       newcomers: what a request without a history counts: "optimistic", survival 1,
         or "mean", what the others had on average.
+      feedback: scale promised acceptance by what earlier rounds kept of it.
     """
 
     survival_eps: float = 1e-6
@@ -139,6 +140,7 @@ class Plan:
     extra_lag: int = 0
     probe_every: int = 64
     newcomers: str = "optimistic"
+    feedback: bool = False
 
     def __post_init__(self):
         one_of("plan", self, "newcomers", ("optimistic", "mean"))
