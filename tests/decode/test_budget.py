@@ -237,7 +237,7 @@ def test_feedback_scales_what_survival_promises():
     assert planner.kept == 0.25
     # Rows that were not verified, and requests that did not run, promise nothing.
     planner = planner_of(feedback=True)
-    for _ in range(400):
+    for _ in range(2000):
         accepted = np.asarray([1, 2])
         planner.observe(sure, np.asarray([2, M + 1]), accepted, np.asarray([1, 0]) > 0)
     np.testing.assert_allclose(planner.kept, 1 / 0.7, rtol=0.02)
