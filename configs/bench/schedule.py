@@ -33,11 +33,12 @@ Numbers, so shortened, with a DFlash drafter of five drafts and accept length 2.
 two shared cores (valid; medians of three turns, windows 0, 2 and 5, a table that was
 there): tokens/s at 1, 4, 16, 32 at once are plain 21.7, 33.4, 87.5, 110; static 16.1,
 32.1, 60.6, 75.8; compact 22.1, 35.6, 86.2, 125. Turn by turn, compact over the best
-fixed window 0.91, 0.99, 0.97, 1.05; over static 1.20, 1.12, 1.42, 1.65; over plain 0.91, 1.02, 0.99, 1.13; planning
-1.2% of a round; predicted round times off by 14%; texts identical, no compile. Drafting
-does not pay on this machine at any load: ms of a round without drafts, with one each
-and with all, 1 request 37, 52, 66; 4: 83, 120, 140; 16: 125, 240, 295; 32: 203, 388,
-551. So the best a plan can do is to stop, and no window can be beaten by 5%.
+fixed window 0.91, 0.99, 0.97, 1.05; over static 1.20, 1.12, 1.42, 1.65; over plain
+0.91, 1.02, 0.99, 1.13; planning 1.2% of a round; predicted round times off by 14%;
+texts identical, no compile. Drafting does not pay on this machine at any load: ms of a
+round without drafts, with one each and with all, 1 request 37, 52, 66; 4: 83, 120, 140;
+16: 125, 240, 295; 32: 203, 388, 551. So the best a plan can do is to stop, and no
+window can be beaten by 5%.
 """
 
 from configs import common
