@@ -26,11 +26,11 @@ def get_config(arg=""):
     common.smollm2_drafter(config)
     # A narrow task: a drafter of 5 M parameters learns it in minutes.
     config.data.synth_openings = ("Write a short story about", "Tell me a story about")
-    config.data.num_synth_prompts = 172
+    config.data.num_synth_prompts = 170
     config.data.synth_max_tokens = 32
     config.data.max_new_tokens = 96
     config.data.max_tokens = 192
-    config.data.held_out = 12
+    config.data.held_out = 10
     config.data.greedy_share = 1.0
     # Of greedy text every label is the target's favourite.
     config.objective.teacher_rows = "label"
