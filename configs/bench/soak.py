@@ -6,8 +6,13 @@
 bigrams, and 200 on SmolLM2. The engine is `compact`, with a cost table and its
 planner; what no request made it visit is planted at the end.
 
-Time: a full run has not been timed yet; its smallest version takes a minute, nearly
-all of it compiling.
+Time: 12 minutes of one core (22 beside others); its smallest version takes a minute,
+nearly all of it compiling.
+Numbers, with a trained DFlash drafter: 0 wrong of 3,721 greedy answers, no near-tie, 0
+compiles after warm-up, 41 of 41 edges visited, every slot back, seeds reproduced.
+Resident memory grows by 8 MB on the random target; on SmolLM2 by 92 to 124 MB over 447
+rounds, above the bound of 64, so that `passed` says no: live arrays do not grow, and
+where it goes is not known yet.
 Without SmolLM2: --config.real_requests=0
 With a trained drafter for SmolLM2: --config.drafter=<exported folder>
 """
