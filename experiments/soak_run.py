@@ -18,7 +18,7 @@ from spec_jax.decode.request import Generation, Settings
 from spec_jax.evals import machine
 
 PHASE = 150  # ticks between the loads of `_phase`
-SAMPLE_EVERY = 100  # ticks between two looks at memory
+SAMPLES = 20  # looks at memory at least, where a request takes a tick
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ def soak(part: Part, cfg: schema.BenchSoak, watch: Watch) -> Log:
                     log.retracted += left and leave == engine.retract
         log.done.update(engine.step())
         tick += 1
-        if tick % SAMPLE_EVERY == 0:
+        if tick % max(len(part.requests) // SAMPLES, 1) == 0:
             _look_at_memory(log)
         if len(log.done) - told >= max(len(part.requests) // 10, 1):
             told = len(log.done)
