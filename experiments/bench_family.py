@@ -173,10 +173,8 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
     # One text and one draft vocabulary for all.
     mask_id = shared_mask(cfg.data, drafters.values())
     first = recipes[cfg.drafters[0]]
-    trained = [d for d in drafters.values() if training.trains(d)]
-    prepared = training.prepare(
-        first, target, params, mask_id, workdir, (trained or list(drafters.values()))[0]
-    )
+    reader = next(filter(training.trains, drafters.values()), drafters[cfg.drafters[0]])
+    prepared = training.prepare(first, target, params, mask_id, workdir, reader)
     sets = measured_prompts(cfg, prepared.made)
     metrics: dict[str, Any] = {}
     for name, recipe in recipes.items():

@@ -16,8 +16,6 @@ from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.features import FeatureSchema
 from spec_jax.drafters.base import Drafter
 
-NAME = "recorder"
-
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -75,7 +73,7 @@ def make_recorder(record: Record) -> Drafter:
         }
 
     return Drafter(
-        name=NAME,
+        name="recorder",
         options=None,
         layout=BlockLayout(1),
         needs=schema,

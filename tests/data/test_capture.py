@@ -20,15 +20,7 @@ from spec_jax.data.store import open_store
 from spec_jax.nn import layers
 from spec_jax.target.cache import init_cache
 from spec_jax.target.model import forward, unstack_layers
-
-
-def all_files(path):
-    found = {}
-    for folder, _, names in os.walk(path):
-        for name in set(names) - {".lock"}:
-            with open(os.path.join(folder, name), "rb") as file:
-                found[os.path.relpath(os.path.join(folder, name), path)] = file.read()
-    return found
+from tests.support.files import all_files
 
 
 def one_token_at_a_time(target, tokens, num_layers):

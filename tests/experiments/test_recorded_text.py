@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from spec_jax.data import recording
 from spec_jax.data.samples import make_sample
 from spec_jax.data.store import open_store
 from tests.support import served, tiny
+from tests.support.files import all_files
 
 GROUP = 4
 
@@ -65,16 +65,6 @@ def store_of(cfg, prepared, drafter, folder):
     contract = training.make_contract(cfg, prepared.target, drafter)
     seconds = clock.Clock(folder / clock.NAME)
     return training.capture(cfg, prepared, drafter, contract, seconds)
-
-
-def all_files(path):
-    found = {}
-    for folder, _, names in os.walk(path):
-        for name in set(names) - {".lock"}:
-            full = os.path.join(folder, name)
-            with open(full, "rb") as file:
-                found[os.path.relpath(full, path)] = file.read()
-    return found
 
 
 def test_they_are_those_of_a_forward_over_the_same_text(target, tmp_path):
