@@ -11,6 +11,8 @@ nothing yields zeros, never a uniform average.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -62,31 +64,32 @@ def is_slotwise(size_b: int, cache_NBGAC) -> bool:
 
 def _attend_history(
     q_BGXC,
-    cache_k_NBGAC,
-    cache_v_NBGAC,
-    layer,
     history_B,
     query_pos_BT,
+    first_slot=0,
+    *,
+    caches,
+    layer,
     window: int | None,
     size_t: int,
-    first_slot=0,
 ):
     """Online-softmax state over the history of slots `first_slot ..+ B`.
 
     Args:
       q_BGXC: scaled queries, X = T * P.
-      cache_k_NBGAC: see `attend`; it may hold more slots. cache_v_NBGAC values.
-      layer: which layer to read.
       history_B: [B] cached rows each slot may see; the longest sets the cost.
       query_pos_BT: see `attend`.
+      first_slot: where the B slots lie in the caches (may be traced).
+      caches: keys and values, see `attend`; they may hold more slots.
+      layer: which layer to read.
       window: see `attend`.
       size_t: T.
-      first_slot: where the B slots lie in the cache (may be traced).
 
     Returns:
       Maxima `[B, G, X]`, sums `[B, G, X]` and outputs `[B, G, X, C]`, float32.
     """
     size_b, size_g, size_x, size_c = q_BGXC.shape
+    cache_k_NBGAC, cache_v_NBGAC = caches
     alloc = cache_k_NBGAC.shape[3]
     step = min(KV_BLOCK, alloc)
     state = (
@@ -161,18 +164,13 @@ def attend(
         size_b, size_g, size_t * size_p, size_c
     ) * jnp.asarray(size_c**-0.5, dtype)
 
-    def over_history(q_BGXC, history_B, query_pos_BT, first_slot=0):
-        return _attend_history(
-            q_BGXC,
-            cache_k_NBGAC,
-            cache_v_NBGAC,
-            layer,
-            history_B,
-            query_pos_BT,
-            window,
-            size_t,
-            first_slot,
-        )
+    over_history = functools.partial(
+        _attend_history,
+        caches=(cache_k_NBGAC, cache_v_NBGAC),
+        layer=layer,
+        window=window,
+        size_t=size_t,
+    )
 
     def over_slot(slot_and_rows):
         slot, rows = slot_and_rows
