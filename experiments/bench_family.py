@@ -19,7 +19,14 @@ import jax
 import rich.console
 import rich.table
 
-from experiments import serving, session, synthesis, synthesis_prompts, training
+from experiments import (
+    preparing,
+    serving,
+    session,
+    synthesis,
+    synthesis_prompts,
+    training,
+)
 from experiments.clock import Clock
 from experiments.training import say
 from spec_jax.config import loading, schema
@@ -112,7 +119,7 @@ def check_family(
     for name, recipe in recipes.items():
         drafter = drafters[name]
         training.check_early(recipe, target, drafter)
-        training.capture_schema(recipe, drafter)
+        preparing.capture_schema(recipe, drafter)
         serve = recipe.serve
         trained = serve.num_draft or drafter.layout.num_draft
         window = serving.topology_of(serve).window(trained)
@@ -173,8 +180,10 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
     # One text and one draft vocabulary for all.
     mask_id = shared_mask(cfg.data, drafters.values())
     first = recipes[cfg.drafters[0]]
-    reader = next(filter(training.trains, drafters.values()), drafters[cfg.drafters[0]])
-    prepared = training.prepare(first, target, params, mask_id, workdir, reader)
+    reader = next(
+        filter(preparing.trains, drafters.values()), drafters[cfg.drafters[0]]
+    )
+    prepared = preparing.prepare(first, target, params, mask_id, workdir, reader)
     sets = measured_prompts(cfg, prepared.made)
     metrics: dict[str, Any] = {}
     for name, recipe in recipes.items():
@@ -200,7 +209,7 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def training_facts(
-    made: training.Made, prepared: training.Prepared, folder: pathlib.Path
+    made: training.Made, prepared: preparing.Prepared, folder: pathlib.Path
 ) -> dict[str, Any]:
     """Positions, tokens, seconds and parameters of one drafter, and its last metrics.
 
@@ -227,7 +236,7 @@ def decode_sets(cfg, prepared, recipe, folder, name, sets) -> dict[str, Any]:
     """Accept lengths and speed-ups of one drafter on every set and temperature."""
     target, params = prepared.target, prepared.params
     exported = serving.load_drafter(str(folder), target)
-    serve = training.one_by_one(recipe.serve)
+    serve = serving.one_by_one(recipe.serve)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported, plain=False)
     found: dict[str, Any] = {}

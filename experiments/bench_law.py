@@ -23,10 +23,11 @@ import pathlib
 import time
 from typing import Any
 
-from experiments import planted_biases, training
+from experiments import planted_biases
 from experiments.law_cases import never_seen, run_case
 from experiments.law_rounds import make_program
 from experiments.law_worlds import SUBJECTS, Subject, chosen_subjects, make_world
+from experiments.progress import say
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.evals import laws
@@ -58,7 +59,7 @@ def measure(cfg: schema.BenchLaw, subject: Subject, seed: int) -> list[dict]:
             first = seed + len(cases) * 2 * cfg.samples
             case = run_case(cfg, world, mode, program, setting, first)
             cases.append(case)
-            training.say(
+            say(
                 f"{subject.name}, {mode}, {setting}: p {case['p']:.3g}, "
                 f"{case['seconds']:.0f} s"
                 + (f", not seen: {case['missing']}" if case["missing"] else "")
@@ -87,7 +88,7 @@ def measure_bias(cfg: schema.BenchLaw, bias: planted_biases.Bias, seed: int) -> 
     control = run() if bias.budget is not None else None
     with planted_biases.planted(bias):
         case = run()
-    training.say(f"planted: {bias.name}: p {case['p']:.3g}, {case['seconds']:.0f} s")
+    say(f"planted: {bias.name}: p {case['p']:.3g}, {case['seconds']:.0f} s")
     keys = ("drafter", "mode", "samples", "chi2", "dof", "p", "impossible")
     return {
         "bias": bias.name,
@@ -106,7 +107,7 @@ def main(cfg: schema.BenchLaw, workdir: pathlib.Path) -> dict[str, Any]:
         cases += measure(cfg, subject, seed=(index + 1) * 40_000_000)
         spent = time.perf_counter() - start
         left = spent / (index + 1) * (len(subjects) - index - 1)
-        training.say(f"{index + 1} of {len(subjects)} drafters, {left:.0f} s left")
+        say(f"{index + 1} of {len(subjects)} drafters, {left:.0f} s left")
     if not cases:
         raise UserError(
             f"modes={cfg.modes} leaves no case of these drafters; add 'static'"

@@ -17,7 +17,7 @@ import gc
 import pathlib
 from typing import Any
 
-from experiments import training
+from experiments.progress import say
 from experiments.soak_checks import check_books, check_outputs, check_seeds, growth
 from experiments.soak_run import soak, warm_up
 from experiments.soak_watch import Watch
@@ -76,7 +76,7 @@ def main(cfg: schema.BenchSoak, workdir: pathlib.Path) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     for make in makers:
         part = make(cfg)
-        training.say(f"{part.name}: {len(part.requests)} requests, compiled")
+        say(f"{part.name}: {len(part.requests)} requests, compiled")
         found = run_part(part, cfg)
         found["passed"] = (
             found["passed"]
@@ -84,7 +84,7 @@ def main(cfg: schema.BenchSoak, workdir: pathlib.Path) -> dict[str, Any]:
             and not found["seeds_not_reproduced"]
         )
         parts[part.name] = found
-        training.say(
+        say(
             f"{part.name}: {found['wrong_outputs']} wrong, {found['near_ties']} near "
             f"ties, {found['compiles_after_warmup']} compiles"
         )

@@ -12,7 +12,8 @@ import pathlib
 import statistics
 from typing import Any
 
-from experiments import bench_decode, bench_round, serving, training
+from experiments import bench_decode, bench_round, serving
+from experiments.progress import say
 from spec_jax.config import schema
 from spec_jax.data import prompts as prompt_files
 from spec_jax.evals import comparison
@@ -22,7 +23,7 @@ from spec_jax.target.loading import Target
 
 def serves(cfg: schema.BenchTree) -> dict[str, schema.Serve]:
     """The serve sections that are compared, by name."""
-    one = training.one_by_one(cfg.serve)
+    one = serving.one_by_one(cfg.serve)
     found = {"chain": dataclasses.replace(one, topology="chain")}
     for nodes in cfg.nodes:
         found[str(nodes)] = dataclasses.replace(
@@ -66,9 +67,9 @@ def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
     target, params = serving.load_serving_target(cfg.target)
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
     choices = serves(cfg)
-    training.say("verifies of as many rows")
+    say("verifies of as many rows")
     costs = verify_costs(cfg, target, params, exported)
-    plain = serving.make_engine(target, params, training.one_by_one(cfg.serve))
+    plain = serving.make_engine(target, params, serving.one_by_one(cfg.serve))
     engines = {
         name: serving.make_engine(target, params, serve, exported, plain=False)
         for name, serve in choices.items()
@@ -84,7 +85,7 @@ def main(cfg: schema.BenchTree, workdir: pathlib.Path) -> dict[str, Any]:
         ]
         metrics[which] = {}
         for name, engine in engines.items():
-            training.say(f"{which}, {name}")
+            say(f"{which}, {name}")
             found, base, ours = comparison.measure(plain, engine, ids, settings)
             rounds = sum(len(d.generation.emitted) for d in ours)
             step_s = statistics.median(

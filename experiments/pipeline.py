@@ -21,6 +21,7 @@ from experiments import (
     bench_round,
     clock,
     pipeline_inspect,
+    preparing,
     serving,
     synthesis_prompts,
     training,
@@ -47,7 +48,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     training.check_early(cfg, target, drafter)
     say(f"target {target.spec.name}: {target.fingerprint[:12]}")
     mask_id = serving.mask_id_of(drafter)
-    prepared = training.prepare(cfg, target, params, mask_id, workdir, drafter)
+    prepared = preparing.prepare(cfg, target, params, mask_id, workdir, drafter)
     made = training.make_drafter(cfg, prepared, workdir, seconds)
     metrics, series = evaluate(cfg, prepared, workdir)
     metrics["round_costs"], series["cost"] = cost_split(
@@ -99,11 +100,11 @@ def training_metrics(result: loop.TrainResult, losses: list) -> dict[str, Any]:
     }
 
 
-def evaluate(cfg, prepared: training.Prepared, workdir) -> tuple[dict, dict]:
+def evaluate(cfg, prepared: preparing.Prepared, workdir) -> tuple[dict, dict]:
     """Loads the exported folder and decodes held-out prompts three ways."""
     target, params = prepared.target, prepared.params
     exported = serving.load_drafter(str(workdir / "export"), target)
-    serve = training.one_by_one(cfg.serve)
+    serve = serving.one_by_one(cfg.serve)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported, plain=False)
     settings = serving.settings_from(
@@ -132,7 +133,7 @@ def evaluate(cfg, prepared: training.Prepared, workdir) -> tuple[dict, dict]:
 
 def cost_split(
     cfg: schema.Pipeline,
-    prepared: training.Prepared,
+    prepared: preparing.Prepared,
     drafter: Drafter,
     accept_length: float,
 ):
@@ -152,7 +153,7 @@ def cost_split(
             cfg.drafter, draft_vocab=vocab.size if vocab else 0
         ),
         serve=dataclasses.replace(
-            training.one_by_one(cfg.serve),
+            serving.one_by_one(cfg.serve),
             temperature=1.0,
             top_p=0.9,
             top_k=0,
@@ -202,7 +203,7 @@ def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
     drafter = serving.new_drafter(cfg, target, draft_vocab_size=cfg.drafter.draft_vocab)
     prompts = _plan_prompts(cfg.data, target)
     tokens = prompts * cfg.data.max_tokens
-    feature = training.capture_schema(cfg, drafter)
+    feature = preparing.capture_schema(cfg, drafter)
     size = plan_bytes(tokens, feature, cfg.capture.dtype)
     check_disk(".", size)
     shapes = jax.eval_shape(drafter.init, jax.random.key(0))

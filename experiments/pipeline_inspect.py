@@ -13,7 +13,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from experiments import serving, training
+from experiments import preparing, serving, training
 from spec_jax.config import schema
 from spec_jax.core import block_layout
 from spec_jax.core.batch import Batch
@@ -62,12 +62,12 @@ def show(cfg: schema.Pipeline) -> None:
     )
     mask_id = serving.mask_id_of(drafter)
     with tempfile.TemporaryDirectory() as folder:
-        made = training.synthesise(
+        made = preparing.synthesise(
             few, target, params, mask_id, pathlib.Path(folder), GROUP
         )
     samples = sorted(made.train, key=lambda s: len(s.tokens))[:SHOWN]
     blocks: list[Block | None] = [None] * len(samples)
-    if training.trains(drafter):
+    if preparing.trains(drafter):
         blocks = blocks_of(cfg, drafter, params, samples)
     console = rich.console.Console(highlight=False)
     for sample, block in zip(samples, blocks, strict=True):

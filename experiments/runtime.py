@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from experiments import serving, session, training
+from experiments import progress, serving, session
 from spec_jax.config import schema
 from spec_jax.core import calibration
 from spec_jax.core.calibration import STS
@@ -86,7 +86,7 @@ def load_planning(
     target: Target,
     drafter: Exported | None,
     settings: Iterable[Settings],
-    say: Callable[[str], None] = training.say,
+    say: Callable[[str], None] = progress.say,
 ) -> dict[str, Any]:
     """What `serving.make_engine` needs to plan as the recipe says.
 

@@ -238,6 +238,11 @@ def topology_of(serve: schema.Serve) -> Topology:
     return Topology(serve.topology, parents=parents)
 
 
+def one_by_one(serve: schema.Serve) -> schema.Serve:
+    """One request at a time: validation and the final decode share programs."""
+    return dataclasses.replace(serve, slots=1)
+
+
 def features_of(settings: Iterable[Settings]) -> dict[str, Any]:
     """The fields of `EngineOptions` that these requests need compiled in."""
     found: dict[str, Any] = {}

@@ -106,7 +106,7 @@ def check_books(part: Part, log: Log, before: dict) -> dict[str, Any]:
             for reason, count in after["auto_off"].items()
         },
         "metrics_balanced": bool(is_balanced),
-        "slots_returned": sorted(engine._free) == list(range(engine.options.slots))
+        "slots_returned": sorted(engine.table.free) == list(range(engine.options.slots))
         and idle
         and device_idle,
     }

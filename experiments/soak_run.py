@@ -8,8 +8,8 @@ import random
 
 import jax
 
-from experiments import training
 from experiments.closed_loop import Job
+from experiments.progress import say
 from experiments.soak_watch import Watch
 from experiments.soak_workload import Part
 from spec_jax.config import schema
@@ -72,7 +72,7 @@ def soak(part: Part, cfg: schema.BenchSoak, watch: Watch) -> Log:
             _look_at_memory(log)
         if len(log.done) - told >= max(len(part.requests) // 10, 1):
             told = len(log.done)
-            training.say(f"{part.name}: {told} of {len(part.requests)} requests")
+            say(f"{part.name}: {told} of {len(part.requests)} requests")
     force(engine, watch, log)
     _look_at_memory(log)
     return log

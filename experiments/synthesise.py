@@ -10,7 +10,8 @@ import functools
 import pathlib
 from typing import Any
 
-from experiments import serving, synthesis, training
+from experiments import preparing, serving, synthesis
+from experiments.progress import say
 from spec_jax.config import schema
 from spec_jax.data import samples as sample_files
 
@@ -20,7 +21,7 @@ NAME = "samples.jsonl"
 def main(cfg: schema.Synthesise, workdir: pathlib.Path) -> dict[str, Any]:
     """Makes what is missing and writes `samples.jsonl`; returns its sizes."""
     target, params = serving.load_serving_target(cfg.target)
-    serve = training.offline(cfg.serve, cfg.data)
+    serve = preparing.offline(cfg.serve, cfg.data)
     engine = functools.cache(
         lambda: serving.make_engine(target, params, serve, chunks_per_tick=serve.slots)
     )
@@ -31,11 +32,11 @@ def main(cfg: schema.Synthesise, workdir: pathlib.Path) -> dict[str, Any]:
         cfg.seed,
         workdir / "samples",
         mask_id=cfg.data.mask_id,
-        say=training.say,
+        say=say,
     )
     path = workdir / NAME
     sample_files.write_file(str(path), made.train)
-    training.say(f"samples: {path}")
+    say(f"samples: {path}")
     return {
         "samples": len(made.train),
         "answer_tokens": made.answer_tokens,

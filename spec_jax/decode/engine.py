@@ -38,6 +38,7 @@ from spec_jax.decode.request import (
     check_prompt,
     stop_ids_of,
 )
+from spec_jax.decode.slot_table import SlotTable
 from spec_jax.decode.text import TextStream
 from spec_jax.drafters.base import Drafter
 from spec_jax.target.spec import TargetSpec
@@ -49,7 +50,7 @@ GREEDY = Settings()
 class Engine:
     """Decodes requests over a fixed batch of slots.
 
-    The only mutable object here: it owns the donated state and the queue.
+    It owns the donated state, what is in flight, and the table of its slots.
     """
 
     def __init__(
@@ -131,12 +132,7 @@ class Engine:
         self._counts: collections.Counter = collections.Counter()
         self._ended: list[tuple[int, Generation]] = []
         self._news: collections.deque[tuple[int, list[int], bool]] = collections.deque()
-        self._release: set[int] = set()
-        self._queue: collections.deque[Job] = collections.deque()
-        self._running: dict[int, Job] = {}
-        self._filling: Job | None = None
-        self._filling_slot = -1
-        self._free = list(range(options.slots))[::-1]
+        self.table = SlotTable.of(options.slots)
         self._pending: collections.deque = collections.deque()
         self._next_handle = 0
         self.state = programs.fresh_state(
@@ -179,18 +175,14 @@ class Engine:
             speculating=settings.speculate and self.drafter is not None,
         )
         self._next_handle += 1
-        self._queue.append(job)
+        self.table.queue.append(job)
         return job.handle
 
     def _fill_next(self) -> None:
         """Dispatches one prefill chunk, if a request waits and a slot is free."""
-        if self._filling is None:
-            if not self._queue or not self._free:
-                return
-            # The lowest slot, so that the smallest programs cover what runs.
-            self._filling, self._filling_slot = self._queue.popleft(), min(self._free)
-            self._free.remove(self._filling_slot)
-        job, slot = self._filling, self._filling_slot
+        job = self.table.next_to_fill()
+        if job is None:
+            return
         prompt, start = job.to_fill, job.filled
         left = len(prompt) - start
         buckets = self.options.prefill_buckets
@@ -204,7 +196,7 @@ class Engine:
             piece,
             following,
             start,
-            slot,
+            self.table.filling_slot,
             size,
             job,
             is_last,
@@ -212,19 +204,17 @@ class Engine:
         self.state, result = self._programs[size](self.weights, self.state, chunk)
         job.filled += len(piece)
         if is_last:
-            self._running[slot] = job
-            self._pending.append(("first", {slot: job}, result))
-            self._filling = None
+            self._pending.append(("first", dict([self.table.filled()]), result))
 
     def _choose(self) -> Choice:
         """The next round's program and budget."""
-        live = {slot: job.handle for slot, job in self._running.items()}
-        drafts = any(job.speculating for job in self._running.values())
+        live, running = self.table.handles, self.table.running
+        drafts = any(job.speculating for job in running.values())
         if self.drafter is None or (not drafts and self.options.plain):
             requests = self.ladder.requests(max(live) + 1)
             return budget.plain(self.planner.terms, requests)
         own_rows = {}
-        for slot, job in self._running.items():
+        for slot, job in running.items():
             if not job.speculating:
                 own_rows[slot] = 1
             elif job.settings.num_draft is not None:
@@ -236,11 +226,11 @@ class Engine:
         counts = self.planner.counts
         late, stale = counts.not_ready, counts.stale
         choice = self._choose()
-        live = {slot: job.handle for slot, job in self._running.items()}
+        live = self.table.handles
         self._in_flight.append(
             RoundRecord(
                 choice,
-                len(self._running),
+                len(live),
                 counts.not_ready > late,
                 counts.stale - stale,
                 time.perf_counter(),
@@ -259,7 +249,7 @@ class Engine:
             leaf.copy_to_host_async()
         self.planner.dispatched(self.rounds, live, result.survival_BM)
         self.rounds += 1
-        self._pending.append(("round", dict(self._running), result))
+        self._pending.append(("round", dict(self.table.running), result))
 
     def _book_round(self, result) -> None:
         """What a round took, and the rows it ran."""
@@ -285,7 +275,7 @@ class Engine:
         if kind == "round":
             self._book_round(result)
         for slot, job in jobs.items():
-            if self._running.get(slot) is not job:
+            if self.table.running.get(slot) is not job:
                 continue
             if kind == "round" and not result.ran_B[slot]:
                 continue
@@ -299,12 +289,11 @@ class Engine:
             if found:
                 # The device does not know: it is told, and what it has emitted
                 # since is dropped.
-                self._release.add(slot)
+                self.table.left.add(slot)
             if made.done or found:
                 if job.settings.features:
                     self._hand_out_rows(job, slot)
-                del self._running[slot]
-                self._free.append(slot)
+                self.table.end(slot)
                 stopped = made.stopped or found
                 self._end(job, "error" if made.bad else "stop" if stopped else "length")
 
@@ -336,14 +325,15 @@ class Engine:
 
     def _apply_switches(self, always: bool = False) -> None:
         """Tells the device who left and who speculates, if that changed."""
-        if not (self._release or always):
+        left = self.table.left
+        if not (left or always):
             return
         leave_B = np.zeros(self.options.slots, bool)
-        leave_B[list(self._release)] = True
+        leave_B[list(left)] = True
         speculate_B = np.zeros(self.options.slots, bool)
-        for slot, job in self._running.items():
+        for slot, job in self.table.running.items():
             speculate_B[slot] = job.speculating
-        self._release.clear()
+        left.clear()
         # As they are: making device arrays of them first would compile.
         slots = self._programs["switch"](self.state.slots, leave_B, speculate_B)
         self.state = dataclasses.replace(self.state, slots=slots)
@@ -353,7 +343,7 @@ class Engine:
         limits = self.options.auto_off
         if limits is None or self.drafter is None:
             return
-        changed, reasons = auto_off.switch(limits, list(self._running.values()))
+        changed, reasons = auto_off.switch(limits, list(self.table.running.values()))
         self._counts.update(f"auto_off_{reason}" for reason in reasons)
         if changed:
             self._apply_switches(always=True)
@@ -386,32 +376,19 @@ class Engine:
         while self._pending:  # what is in flight belongs to its answer
             self._settle()
         self._apply_switches()
-        if any(job.handle == handle for job in self._queue):
+        if self.table.waits(handle):
             return False
         job = self._pull(handle)
         if job is None:
             return False
         job.filled = 0
         self._counts["retracted"] += 1
-        self._queue.appendleft(job)
+        self.table.queue.appendleft(job)
         return True
 
     def _pull(self, handle: int) -> Job | None:
-        """Takes a request out of the queue or its slot, which is freed."""
-        for job in self._queue:
-            if job.handle == handle:
-                self._queue.remove(job)
-                return job
-        if self._filling is not None and self._filling.handle == handle:
-            job, slot = self._filling, self._filling_slot
-            self._filling = None
-        else:
-            slot = next((s for s, j in self._running.items() if j.handle == handle), -1)
-            if slot < 0:
-                return None
-            job = self._running.pop(slot)
-        self._free.append(slot)
-        self._release.add(slot)
+        """Takes a request from where it is, and tells the device."""
+        job = self.table.pull(handle)
         self._apply_switches()
         return job
 
@@ -427,8 +404,8 @@ class Engine:
                 for reason in ("stop", "length", "error", "abort")
             },
             "auto_off": {r: self._counts[f"auto_off_{r}"] for r in auto_off.REASONS},
-            "queued": len(self._queue) + (self._filling is not None),
-            "running": len(self._running),
+            "queued": self.table.waiting,
+            "running": len(self.table.running),
             "planner": dataclasses.asdict(self.planner.counts),
         }
 
@@ -445,10 +422,10 @@ class Engine:
         """
         for _ in range(self.options.chunks_per_tick):
             self._fill_next()
-        if self._running:
+        if self.table.running:
             self._dispatch_round()
         # Results stay one round behind while there is work to overlap with.
-        keep = 1 if self._running else 0
+        keep = 1 if self.table.running else 0
         while len(self._pending) > keep:
             self._settle()
         self._apply_switches()
@@ -467,28 +444,19 @@ class Engine:
         Raises:
           KeyError: there is no such request, or `step` has handed it out.
         """
-        filling = [] if self._filling is None else [self._filling]
-        jobs = [*self._running.values(), *filling, *self._queue]
-        held = {job.handle: job.generation for job in jobs}
+        held = {job.handle: job.generation for job in self.table.jobs}
         return (held | dict(self._ended))[handle]
 
     @property
     def busy(self) -> bool:
-        return bool(
-            self._queue
-            or self._running
-            or self._pending
-            or self._ended
-            or self._filling is not None
-        )
+        return bool(self.table.jobs or self._pending or self._ended)
 
     def run(self, on_tokens: Callable | None = None) -> dict[int, Generation]:
         """Steps until every submitted request has finished."""
         done: dict[int, Generation] = {}
         while self.busy:
             done.update(self.step(on_tokens))
-        # An idle engine hands out slots in the same order every time.
-        self._free.sort(reverse=True)
+        self.table.rest()
         return done
 
     def generate(

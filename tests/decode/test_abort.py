@@ -30,14 +30,14 @@ def test_abort_anywhere(place):
     if place == "queued":
         ready = lambda: True
     elif place == "filling":
-        ready = lambda: engine._filling is not None and engine._filling.handle == victim
+        ready = lambda: getattr(engine.table.filling, "handle", None) == victim
     else:
         least = {"unread": 0, "running": 3, "late": 20}[place]
         ready = lambda: asking.tokens_so_far(engine, victim) >= least
     asking.until(engine, done, ready)
     assert engine.abort(victim)
     assert not engine.abort(victim)
-    assert all(victim != job.handle for job in engine._running.values())
+    assert all(victim != job.handle for job in engine.table.running.values())
     done.update(engine.run())
     assert done[victim].finish_reason == "abort"
     assert len(done[victim].tokens) < 30
@@ -58,7 +58,7 @@ def test_slot_of_an_aborted_request_is_whole():
     want = engine.generate(prompts[3:], SEEDED)[0]
     done = {}
     first = [engine.submit(p, LONG) for p in prompts[:3]]
-    asking.until(engine, done, lambda: len(engine._running) == 3)
+    asking.until(engine, done, lambda: len(engine.table.running) == 3)
     engine.abort(first[1])
     last = engine.submit(prompts[3], SEEDED)
     done.update(engine.run())
@@ -68,7 +68,7 @@ def test_slot_of_an_aborted_request_is_whole():
 
 def draft_rows(engine, handle):
     """What the drafter was told about a running request, up to its length."""
-    slot = next(s for s, j in engine._running.items() if j.handle == handle)
+    slot = next(s for s, j in engine.table.running.items() if j.handle == handle)
     state = jax.tree.map(np.asarray, (engine.state.draft, engine.state.slots))
     length = int(state[1].length_B[slot])
     return (
@@ -101,7 +101,7 @@ def test_retracted_request_goes_on_as_if_nothing_happened(settings, least):
         held = asking.tokens_so_far(engine, handles[0])
         assert engine.retract(handles[0])
         assert not engine.retract(handles[0])  # it waits already
-        job = engine._queue[0]
+        job = engine.table.queue[0]
         assert job.handle == handles[0] and len(job.generation.tokens) >= held
         booked = 1 + job.generation.rounds
         asking.until(
@@ -111,9 +111,7 @@ def test_retracted_request_goes_on_as_if_nothing_happened(settings, least):
         if asking.tokens_so_far(engine, handles[0]) < 0:
             break
         told, rounds, remaining, anchor = draft_rows(engine, handles[0])
-        generation = next(
-            j.generation for j in engine._running.values() if j.handle == handles[0]
-        )
+        generation = engine.running(handles[0])
         text = generation.prompt + generation.tokens
         assert rounds == 1 + generation.rounds >= booked
         assert remaining == settings.max_new_tokens - len(generation.tokens)
@@ -192,8 +190,8 @@ def test_retract_while_it_fills_or_is_gone():
     handle = engine.submit(prompt, LONG)
     assert not engine.retract(handle)
     engine.step()
-    assert engine._filling is not None and engine.retract(handle)
-    assert engine._filling is None and engine._queue[0].filled == 0
+    assert engine.table.filling is not None and engine.retract(handle)
+    assert engine.table.filling is None and engine.table.queue[0].filled == 0
     assert engine.run()[handle].tokens == want.tokens
     assert not engine.retract(handle)
 
@@ -212,7 +210,7 @@ def test_prefill_storm_keeps_a_running_request_going():
     while handle not in done:
         seen = asking.tokens_so_far(engine, handle)
         done.update(engine.step())
-        filled += engine._filling is not None
+        filled += engine.table.filling is not None
         if handle not in done:
             assert asking.tokens_so_far(engine, handle) > seen
     assert done[handle].tokens == want.tokens
@@ -268,14 +266,14 @@ def test_joins_leaves_aborts_and_retractions():
                 live[engine.submit(prompt, settings)] = (prompt, settings)
         if rng.random() < 0.15 and len(live) > len(done):
             kinds["abort"] += engine.abort(rng.choice(sorted(set(live) - set(done))))
-        if rng.random() < 0.2 and engine._running:
-            handle = rng.choice([j.handle for j in engine._running.values()])
+        if rng.random() < 0.2 and engine.table.running:
+            handle = rng.choice([j.handle for j in engine.table.running.values()])
             kinds["retract"] += engine.retract(handle)
         done.update(engine.step())
         ticks += 1
         assert ticks < 20_000
-        held = len(engine._running) + (engine._filling is not None)
-        assert held + len(engine._free) == engine.options.slots
+        held = len(engine.table.running) + (engine.table.filling is not None)
+        assert held + len(engine.table.free) == engine.options.slots
     assert sorted(done) == sorted(live) and len(done) == 240
     assert asking.is_idle(engine)
     assert kinds["abort"] > 15 and kinds["retract"] > 15, kinds

@@ -243,7 +243,7 @@ def test_no_program_is_compiled_after_warm_up():
     finally:
         del engine.planner.decide
     assert visited == {(r, t) for r, each in planned.LADDER.buckets for t in each}
-    assert sorted(engine._free) == [0, 1, 2, 3]
+    assert sorted(engine.table.free) == [0, 1, 2, 3]
     greedy = [done[h] for h, s in asked.items() if not s.temperature]
     assert len(greedy) > 10
     assert tiny.greedy_faults(tiny.world("bigram", M), greedy) == []

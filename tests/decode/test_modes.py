@@ -207,7 +207,7 @@ def test_a_planned_engine_keeps_greedy_texts(scheduled):
     engine, settings, made, trace = scheduled
     greedy = [g for g, s in zip(made, settings, strict=True) if not s.temperature]
     assert tiny.greedy_faults(tiny.world("bigram", M), greedy) == []
-    assert sorted(engine._free) == [0, 1, 2, 3]
+    assert sorted(engine.table.free) == [0, 1, 2, 3]
     drafted = [r.choice for r in trace if r.choice.draft]
     assert len({c.budget for c in drafted}) > 3
     assert any(0 < c.budget < c.requests * M for c in drafted)

@@ -77,7 +77,7 @@ def test_soak_with_joins():
             assert len(engine._pending) <= 1
             assert ticks < 20_000
     assert sorted(done) == sorted(asked) and len(done) == 300
-    assert sorted(engine._free) == [0, 1, 2]
+    assert sorted(engine.table.free) == [0, 1, 2]
     assert not engine.state.slots.active_B.any()
     # One read per round and one per finished prefill, at one door.
     assert engine.host_reads - reads == engine.rounds - rounds + 300

@@ -69,7 +69,7 @@ def stopped_midway(engine, prompts, settings, ticks):
     done = {}
     for _ in range(ticks):
         done.update(engine.step())
-    jobs = dict(engine._running)
+    jobs = dict(engine.table.running)
     state = jax.tree.map(np.asarray, engine.state)
     done.update(engine.run())
     return state, {slot: done[job.handle] for slot, job in jobs.items()}, handles

@@ -7,7 +7,14 @@ import types
 import pytest
 
 from configs.bench import family as family_recipe
-from experiments import bench_family, serving, synthesis, tiny_target, training
+from experiments import (
+    bench_family,
+    preparing,
+    serving,
+    synthesis,
+    tiny_target,
+    training,
+)
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.target.loading import Target
@@ -35,7 +42,7 @@ def test_drafters_of_the_tiny_recipe_train_on_one_store():
     assert len({n.teacher for n in needed}) == 2
     capture = bench_family.shared_planes(cfg.capture, drafters.values())
     shared = {n: dataclasses.replace(r, capture=capture) for n, r in recipes.items()}
-    planes = {training.capture_schema(shared[n], d) for n, d in drafters.items()}
+    planes = {preparing.capture_schema(shared[n], d) for n, d in drafters.items()}
     (kept,) = planes
     assert kept.teacher and set().union(*(n.layer_ids for n in needed)) == set(
         kept.layer_ids
@@ -137,12 +144,12 @@ def test_too_few_prompts_end_it_before_any_training(tmp_path, monkeypatch):
     def prepare(recipe, target, params, mask_id, workdir, drafter):
         asked.append((recipe.capture.layer_ids, recipe.capture.teacher, mask_id))
         made = text(HELD[:2], FILES[:2])
-        return training.Prepared(target, params, made, None, 1.0, workdir)
+        return preparing.Prepared(target, params, made, None, 1.0, workdir)
 
     def trained(*args):
         pytest.fail("a training began")
 
-    monkeypatch.setattr(training, "prepare", prepare)
+    monkeypatch.setattr(preparing, "prepare", prepare)
     monkeypatch.setattr(training, "make_drafter", trained)
     path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
@@ -167,7 +174,7 @@ def test_facts_hold_the_metrics_of_the_kept_weights(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = types.SimpleNamespace(slots=9.0, seconds=1.0, step=6, best_step=4)
     made = training.Made(None, {}, result, 0.0)
-    prepared = training.Prepared(None, None, text(), None, 1.0, tmp_path)
+    prepared = preparing.Prepared(None, None, text(), None, 1.0, tmp_path)
     facts = bench_family.training_facts(made, prepared, tmp_path)
     assert facts["teacher_forced"] == {
         "step": 4,

@@ -139,12 +139,12 @@ def test_unbalanced_books_are_found(soaked):
         lost, done={0: Generation([0], [1], finish_reason="stop")}
     )
     assert not bench_soak.check_books(part, extra, before)["metrics_balanced"]
-    part.engine._free.pop()
+    part.engine.table.free.pop()
     try:
         assert not bench_soak.check_books(part, empty, before)["slots_returned"]
     finally:
-        part.engine._free.append(1)
-        part.engine._free.sort(reverse=True)
+        part.engine.table.free.append(1)
+        part.engine.table.free.sort(reverse=True)
     del log
 
 

@@ -10,6 +10,7 @@ from experiments import (
     bench_round,
     pipeline,
     pipeline_inspect,
+    preparing,
     serving,
     synthesis,
     synthesis_prompts,
@@ -187,7 +188,7 @@ def test_a_term_that_nothing_feeds_is_refused_before_any_forward(
     def prepare(*args):
         raise WorkBegan
 
-    monkeypatch.setattr(training, "prepare", prepare)
+    monkeypatch.setattr(preparing, "prepare", prepare)
     monkeypatch.setattr(
         serving, "load_serving_target", lambda section: (target, target.params)
     )
@@ -217,10 +218,10 @@ def test_draft_vocabulary_is_what_answers_contain():
         synthesis.sample_files.make_sample([1, 2], [5, 5, 7], "a"),
         synthesis.sample_files.make_sample([1, 3], [5, 7, 9], "b"),
     ]
-    vocab, coverage = training.choose_vocab(2, samples, 12)
+    vocab, coverage = preparing.choose_vocab(2, samples, 12)
     assert vocab.target_ids == (5, 7) and coverage == pytest.approx(5 / 6)
-    assert training.choose_vocab(0, samples, 12) == (None, 1.0)
-    assert training.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
+    assert preparing.choose_vocab(0, samples, 12) == (None, 1.0)
+    assert preparing.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
 
 
 def test_samples_of_a_file_are_trained_on_and_other_prompts_validate(target, tmp_path):
@@ -255,15 +256,15 @@ def test_samples_of_a_file_are_trained_on_and_other_prompts_validate(target, tmp
 def test_the_store_keeps_what_the_recipe_names_and_the_drafter_needs(target):
     drafter = tiny.dflash(target.spec, 3)
     cfg = schema.Pipeline()
-    assert training.capture_schema(cfg, drafter).layer_ids == (0,)
+    assert preparing.capture_schema(cfg, drafter).layer_ids == (0,)
     wide = dataclasses.replace(
         cfg, capture=schema.Capture(layer_ids=(0, 1), teacher=True)
     )
-    kept = training.capture_schema(wide, drafter)
+    kept = preparing.capture_schema(wide, drafter)
     assert kept.layer_ids == (0, 1) and kept.teacher
     narrow = dataclasses.replace(cfg, capture=schema.Capture(layer_ids=(1,)))
     with pytest.raises(UserError, match=r"capture\.layer_ids=\(1,\) lacks layer 0"):
-        training.capture_schema(narrow, drafter)
+        preparing.capture_schema(narrow, drafter)
 
 
 @pytest.mark.parametrize("new_tokens", [16, 512])
@@ -272,7 +273,7 @@ def test_the_engine_that_answers_has_the_lengths_of_data(new_tokens):
     serve = schema.Serve(
         max_context=1024, max_new_tokens=new_tokens, prefill_buckets=(64, 512)
     )
-    made = training.offline(serve, schema.Data(max_new_tokens=128, max_tokens=320))
+    made = preparing.offline(serve, schema.Data(max_new_tokens=128, max_tokens=320))
     assert (made.max_context, made.max_new_tokens) == (384, 128)
     assert made.prefill_buckets == (64,) and made.prefill_ladder == (64,)
 
@@ -311,7 +312,7 @@ def test_costs_are_those_of_the_tokens_that_may_be_proposed(target, monkeypatch)
     for vocab in (DraftVocab((6, 7, 8, 9, 10), served.VOCAB), None):
         size = vocab.size if vocab else 0
         drafter = serving.new_drafter(cfg, target, draft_vocab_size=size)
-        prepared = training.Prepared(target, target.params, None, vocab, 1.0, None)
+        prepared = preparing.Prepared(target, target.params, None, vocab, 1.0, None)
         costs, split = pipeline.cost_split(cfg, prepared, drafter, 2.0)
         assert costs["verify_ms"] == 2.0 and split["speculative"]["verify"] == 1.0
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import clock, synthesis, training
+from experiments import clock, preparing, synthesis
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema
@@ -27,9 +27,9 @@ def target():
 
 @pytest.fixture(autouse=True)
 def few_slots(monkeypatch):
-    monkeypatch.setattr(training, "OFFLINE_SLOTS", 3)
-    grouped = functools.partial(training.synthesise, group_size=GROUP)
-    monkeypatch.setattr(training, "synthesise", grouped)
+    monkeypatch.setattr(preparing, "OFFLINE_SLOTS", 3)
+    grouped = functools.partial(preparing.synthesise, group_size=GROUP)
+    monkeypatch.setattr(preparing, "synthesise", grouped)
 
 
 def recipe(folder, **data):
@@ -56,15 +56,15 @@ def recipe(folder, **data):
 def prepare(cfg, target, folder):
     drafter = tiny.dflash(target.spec, 3)
     folder.mkdir(exist_ok=True)
-    return training.prepare(
+    return preparing.prepare(
         cfg, target, target.params, served.MASK, folder, drafter
     ), drafter
 
 
 def store_of(cfg, prepared, drafter, folder):
-    contract = training.make_contract(cfg, prepared.target, drafter)
+    contract = preparing.make_contract(cfg, prepared.target, drafter)
     seconds = clock.Clock(folder / clock.NAME)
-    return training.capture(cfg, prepared, drafter, contract, seconds)
+    return preparing.capture(cfg, prepared, drafter, contract, seconds)
 
 
 def test_they_are_those_of_a_forward_over_the_same_text(target, tmp_path):
@@ -119,13 +119,13 @@ def test_a_killed_run_goes_on_bit_for_bit(target, tmp_path, monkeypatch, lost):
         patch.setattr(module, name, dies)
         with pytest.raises(Killed):
             prepare(cfg, target, tmp_path / "cut")
-    written = open_store(str(tmp_path / "cut" / training.STORE), partial=True)
+    written = open_store(str(tmp_path / "cut" / preparing.STORE), partial=True)
     chunks = sorted((tmp_path / "cut" / "samples" / "answers").glob("*.jsonl"))
     assert len(chunks) == 1
     assert len(written) > GROUP - 2 if lost == "chunk" else len(written) <= GROUP
     resumed, _ = prepare(cfg, target, tmp_path / "cut")
     assert resumed.made.recorded and resumed.made.train == prepared.made.train
-    for part in (training.STORE, "samples/answers"):
+    for part in (preparing.STORE, "samples/answers"):
         ours, theirs = (all_files(tmp_path / run / part) for run in ("cut", "whole"))
         assert ours == theirs
 
@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_bit_for_bit(target, tmp_path, monkeypatch, lost):
 def test_a_finished_text_decodes_nothing_again(target, tmp_path, monkeypatch):
     cfg = recipe(tmp_path)
     prepared, _ = prepare(cfg, target, tmp_path / "run")
-    monkeypatch.setattr(training.serving, "make_engine", None)
+    monkeypatch.setattr(preparing.serving, "make_engine", None)
     again, _ = prepare(cfg, target, tmp_path / "run")
     assert again.made.train == prepared.made.train and again.made.recorded
 
@@ -142,7 +142,7 @@ def test_a_text_without_features_is_captured_afterwards(target, tmp_path):
     cfg = recipe(tmp_path)
     folder = tmp_path / "run"
     folder.mkdir()
-    made = training.synthesise(cfg, target, target.params, served.MASK, folder)
+    made = preparing.synthesise(cfg, target, target.params, served.MASK, folder)
     assert not made.recorded
     prepared, drafter = prepare(cfg, target, folder)
     assert not prepared.made.recorded and prepared.made.train == made.train
@@ -160,8 +160,8 @@ def test_another_way_to_keep_the_text_is_refused(target, tmp_path):
 @pytest.fixture
 def writer(target, tmp_path):
     schema_ = FeatureSchema((0,), target.spec.hidden_size, teacher=True)
-    contract = training.store_contract(
-        training.make_contract(
+    contract = preparing.store_contract(
+        preparing.make_contract(
             dataclasses.replace(
                 recipe(tmp_path), capture=schema.Capture(dtype="float16")
             ),

@@ -71,8 +71,8 @@ def is_idle(made: Engine) -> bool:
     """Every slot back, on both sides, and nothing kept."""
     return (
         not made.busy
-        and sorted(made._free) == list(range(made.options.slots))
-        and not made._release
+        and sorted(made.table.free) == list(range(made.options.slots))
+        and not made.table.left
         and not np.asarray(made.state.slots.active_B).any()
         and not np.asarray(made.state.slots.length_B).any()
     )
@@ -89,7 +89,7 @@ def until(made: Engine, done: dict, ready, limit=200):
 
 def tokens_so_far(made: Engine, handle: int) -> int:
     """Booked tokens of a request that decodes in a slot; -1 elsewhere."""
-    jobs = [j for j in made._running.values() if j.handle == handle]
+    jobs = [j for j in made.table.running.values() if j.handle == handle]
     return len(jobs[0].generation.tokens) if jobs else -1
 
 
