@@ -32,11 +32,11 @@ READY := $(VENV)/.ready-$(KEY)
 MODEL := $(VENV)/.ready-$(SMOLLM2)
 PARITY_READY := $(PARITY)/.ready-$(KEY)-$(TORCH)
 
-.PHONY: help demo test test-all parity lint install clean
+.PHONY: help demo test test-all gates parity lint install clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
-	@echo "also: make test-all, make parity, make lint, make clean"
+	@echo "also: make test-all, make gates, make parity, make lint, make clean"
 
 $(READY): | python-found
 	@echo "installing into $(VENV) (once; a few minutes)"
@@ -66,6 +66,12 @@ test: install
 
 test-all: install
 	$(VENV)/bin/python $(PYTEST) -m "not parity" $(ARGS)
+
+# What must hold before a long training, in this order.
+gates: install
+	$(VENV)/bin/python -m pytest -m "not parity" -x \
+	tests/drafters/test_dflash.py tests/drafters/test_feedback.py \
+	tests/export/test_folder.py tests/gates tests/decode/test_greedy.py $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

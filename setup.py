@@ -1,4 +1,4 @@
-"""Packages the library, the experiments with their recipes, and the kernels."""
+"""Packages the library and the experiments with their recipes."""
 
 import setuptools
 

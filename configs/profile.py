@@ -7,8 +7,8 @@ the plain step of each R) in turn, with drafting, state and planning, and fits
 bias + alpha(R) + theta(T). Leaves `cost.json` beside the report, and the flat
 form in `cost.flat.json`; which is which: --config.form=flat
 
-The table holds for this target, drafter, device, number of drafts and ladder:
-serve with the same `serve.slots` and `row_buckets`.
+The table holds for this target (and its dtype), drafter, device (and processor),
+number of drafts and ladder: serve with the same `serve.slots` and `row_buckets`.
 On the tiny target (after `configs/tiny.py:dflash`): configs/profile.py:tiny
 
 Time: on the tiny target, 5 minutes with two busy CPU cores, nearly all of it

@@ -35,7 +35,6 @@ def get_config(arg=""):
     config.data.greedy_share = 1.0
     # Of greedy text every label is the target's favourite.
     config.objective.teacher_rows = "label"
-    config.capture.batch = 16
     config.drafter.draft_vocab = 4096
     common.set_options(
         config, num_layers=1, num_draft=3, ttt_length=3, num_anchors=32, num_starts=32

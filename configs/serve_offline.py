@@ -26,8 +26,7 @@ Numbers (tiny target, 48 requests, four slots, two CPU cores that other work kep
 busy): 1,545 tokens in 272 rounds, accept length 1.54, static and compact alike:
 by a table measured on that busy machine a row costs nothing, so that every budget
 is a full one. No compiles after
-warm-up, planning 2.4% of the time of 8 ms rounds, nothing late, 8% of the
-slots without history.
+warm-up, planning 2.4% of the time of 8 ms rounds, nothing late.
 """
 
 from configs import common

@@ -14,7 +14,7 @@ from typing import Any
 from experiments import pipeline, runtime, serving
 from spec_jax.config import schema
 from spec_jax.data import prompts as prompt_files
-from spec_jax.evals import comparison
+from spec_jax.evals import comparison, teacher_forced
 
 
 def prompt_sets(bench: schema.Bench) -> tuple[dict[str, list], list[str]]:
@@ -49,8 +49,16 @@ def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
             )
             for prompt in prompts
         ]
-        metrics[name], _, runs = comparison.measure(
+        metrics[name], base, runs = comparison.measure(
             plain, ours, ids, settings, lambda text, name=name: say(name, text)
+        )
+        metrics[name]["teacher_forced"] = teacher_forced.measure(
+            dataclasses.replace(target, params=params),
+            exported.drafter,
+            exported.params,
+            ours.weights.frozen,
+            [(d.generation.prompt, d.generation.tokens) for d in base if not d.looping],
+            dtype=exported.contract.feature_dtype,
         )
         series["acceptance"][name] = metrics[name]["accept_by_position"]
         series["samples"].append(pipeline.sample_text(target, runs[0].generation))

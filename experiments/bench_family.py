@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.markup
 import rich.table
 
 from experiments import (
@@ -69,7 +70,8 @@ def recipe_of(cfg: schema.BenchFamily, name: str) -> schema.Pipeline:
         target=cfg.target,
         data=cfg.data,
         capture=cfg.capture,
-        serve=cfg.serve,
+        # How the prompts are decoded in the end; training reads none of it.
+        serve=dataclasses.replace(cfg.serve, top_k=0, top_p=1.0, min_p=0.0),
         train=train,
     )
 
@@ -193,9 +195,9 @@ def main(cfg: schema.BenchFamily, workdir: pathlib.Path) -> dict[str, Any]:
         clock = Clock(folder / "seconds.json")
         made = training.make_drafter(recipe, prepared, folder, clock)
         metrics[name] = training_facts(made, prepared, folder)
-    for name, recipe in recipes.items():
+    for name in recipes:
         export = workdir / name / "export"
-        metrics[name] |= decode_sets(cfg, prepared, recipe, export, name, sets)
+        metrics[name] |= decode_sets(cfg, prepared, export, name, sets)
     print_table(metrics)
     acceptance = {
         name: next(iter(found["sets"].values()))["greedy"]["accept_by_position"]
@@ -232,11 +234,11 @@ def training_facts(
     }
 
 
-def decode_sets(cfg, prepared, recipe, folder, name, sets) -> dict[str, Any]:
+def decode_sets(cfg, prepared, folder, name, sets) -> dict[str, Any]:
     """Accept lengths and speed-ups of one drafter on every set and temperature."""
     target, params = prepared.target, prepared.params
     exported = serving.load_drafter(str(folder), target)
-    serve = serving.one_by_one(recipe.serve)
+    serve = serving.one_by_one(cfg.serve)
     plain = serving.make_engine(target, params, serve)
     ours = serving.make_engine(target, params, serve, exported, plain=False)
     found: dict[str, Any] = {}
@@ -296,7 +298,7 @@ def print_table(metrics: dict[str, Any]) -> None:
     ]
     table = rich.table.Table("drafter", "parameters", "positions", "train s", "forced")
     for which, kind in columns:
-        table.add_column(f"{which}, {kind}")
+        table.add_column(rich.markup.escape(f"{which}, {kind}"))
     for name, found in metrics.items():
         cells, forced = [], found["teacher_forced"]
         forced = forced.get("walk_accept_length", forced.get("accept_length"))
@@ -305,7 +307,7 @@ def print_table(metrics: dict[str, Any]) -> None:
             length, speed = one["accept_length"], one["speedup"]
             cells.append("-" if length is None else f"{length:.2f} ({speed:.2f}x)")
         table.add_row(
-            name,
+            rich.markup.escape(name),
             f"{found['params']:,}",
             f"{found['train_positions']:,.0f}",
             f"{found['train_wall_s']:.0f}",

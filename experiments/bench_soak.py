@@ -60,6 +60,8 @@ def run_part(part: Part, cfg: schema.BenchSoak) -> dict[str, Any]:
         "passed": bool(
             books["slots_returned"]
             and books["metrics_balanced"]
+            and books["auto_off_met"]
+            and books["stop_strings_met"]
             and not count.compiles
             and visited == len(watch.visited)
             and grown <= cfg.max_growth_mb

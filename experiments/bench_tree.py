@@ -27,7 +27,7 @@ def serves(cfg: schema.BenchTree) -> dict[str, schema.Serve]:
     found = {"chain": dataclasses.replace(one, topology="chain")}
     for nodes in cfg.nodes:
         found[str(nodes)] = dataclasses.replace(
-            one, topology="dynamic_tree", tree_nodes=nodes
+            one, topology="dynamic_tree", tree_nodes=nodes, num_draft=0
         )
     return found
 

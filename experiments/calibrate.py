@@ -99,11 +99,14 @@ def collect(
     return rounds, engine.generate(prompts, settings)
 
 
-def survivals(logits_NM, temperatures_M) -> dict[str, np.ndarray]:
-    """Survival `[N, M]` by the confidence as it is, and calibrated."""
+def survivals(logits_NM, mask_NM, num_bins: int = NUM_BINS) -> dict[str, np.ndarray]:
+    """Survival `[N, M]` by the confidence as it is, and calibrated.
+
+    The calibrated one is of rounds that were not fitted (`sts.held_out_survival`).
+    """
     return {
-        "raw": sts.survival(logits_NM, np.ones(len(temperatures_M))),
-        "calibrated": sts.survival(logits_NM, temperatures_M),
+        "raw": sts.survival(logits_NM, np.ones(logits_NM.shape[1])),
+        "calibrated": sts.held_out_survival(logits_NM, mask_NM, num_bins),
     }
 
 
@@ -127,6 +130,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
     prompts = read_prompts(cfg)
     target, params = serving.load_serving_target(cfg.target)
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
+    runtime.needs_confidence(exported, cfg.drafter, "name another drafter")
     layout = exported.drafter.layout
     room = room_of(cfg.serve.max_context, layout.window, target.spec)
     limit = room - cfg.serve.max_new_tokens
@@ -165,7 +169,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         num_bins=cfg.num_bins,
     )
     calibration.write(found, str(workdir / STS_NAME))
-    survival = survivals(logits_NM, found.temperatures)
+    survival = survivals(logits_NM, mask_NM, cfg.num_bins)
     reached_M = mask_NM.mean(0)
     return {
         "num_samples": found.num_samples,
@@ -173,6 +177,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         "dataset": found.dataset,
         "mean_ece_before": float(np.mean(found.ece_before)),
         "mean_ece_after": float(np.mean(found.ece_after)),
+        "ece_after_of": "rounds that were not fitted: each half under the other's",
         "accept_length": decoding.accept_length(answers),
         "prompts": len(fitting),
         "prompts_left_out": len(ids) - len(fitting),

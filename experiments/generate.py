@@ -68,7 +68,8 @@ def main(cfg: schema.Generate, workdir: pathlib.Path) -> None:
     """Decodes `cfg.prompt` onto the terminal; leaves no file behind.
 
     Raises:
-      UserError: no such target or drafter, or a prompt that cannot be served.
+      UserError: no such target or drafter, a prompt that cannot be served, or a
+        target whose logits were not finite.
     """
     del workdir
     target, params = serving.load_serving_target(cfg.target)
@@ -94,7 +95,21 @@ def main(cfg: schema.Generate, workdir: pathlib.Path) -> None:
     )
     engine = serving.make_engine(target, params, cfg.serve, drafter)
     painter = Painter(sys.stdout, cfg.colour)
-    stream(engine, target.tokenizer, ids, settings, painter)
+    check_whole(stream(engine, target.tokenizer, ids, settings, painter), cfg.target)
+
+
+def check_whole(generation: Generation, target: schema.Target) -> None:
+    """Refuses a text that broke off.
+
+    Raises:
+      UserError: the target's logits were not finite.
+    """
+    if generation.finish_reason == "error":
+        raise UserError(
+            f"target.source={target.source!r} gave logits that are not finite after "
+            f"{_count(len(generation.tokens), 'token')}, so the text ends there; "
+            f"restore its weights, or take another target.dtype than {target.dtype!r}"
+        )
 
 
 def encode_prompt(cfg: schema.Generate, target: Target, mask_id: int = -1) -> list[int]:

@@ -69,6 +69,7 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
     metrics |= trained | {
         "export_parity_max_abs": made.parity_max_abs,
         "params": sum(x.size for x in jax.tree.leaves(made.params)),
+        "draft_vocab_size": prepared.vocab_size,
         "draft_vocab_coverage": prepared.coverage,
         "unique_tokens": samples.answer_tokens,
         "train_samples": len(samples.train),
@@ -171,10 +172,20 @@ def cost_split(
     split = {
         "plain": {"verify": found["plain_step_ms"]},
         "speculative": bench_round.round_parts(
-            found["draft_ms"], verify, found["round_ms"], accept_length
+            found["draft_ms"],
+            verify,
+            found["extend_ms"],
+            found["round_ms"],
+            accept_length,
         ),
     }
-    kept = ("plain_step_ms", "draft_ms", "round_ms", "overhead_fraction")
+    kept = (
+        "plain_step_ms",
+        "draft_ms",
+        "extend_ms",
+        "round_ms",
+        "overhead_fraction",
+    )
     costs = {name: found[name] for name in kept} | {"verify_ms": verify}
     return costs, split
 
@@ -197,15 +208,24 @@ def sample_text(target: Target, generation) -> dict:
     }
 
 
-def plan(cfg: schema.Pipeline) -> dict[str, dict[str, Any]]:
-    """Sizes, bytes and the order of work, without starting any of it."""
+def plan(
+    cfg: schema.Pipeline, workdir: pathlib.Path = pathlib.Path()
+) -> dict[str, dict[str, Any]]:
+    """Sizes, bytes and the order of work, without starting any of it.
+
+    Raises:
+      UserError: no such target or drafter, or the disk that the features would lie
+        on has no room for them.
+    """
     target = serving.planned_target(cfg.target)
     drafter = serving.new_drafter(cfg, target, draft_vocab_size=cfg.drafter.draft_vocab)
     prompts = _plan_prompts(cfg.data, target)
     tokens = prompts * cfg.data.max_tokens
     feature = preparing.capture_schema(cfg, drafter)
     size = plan_bytes(tokens, feature, cfg.capture.dtype)
-    check_disk(".", size)
+    if preparing.trains(drafter):
+        folder = pathlib.Path(cfg.data.folder or workdir)
+        check_disk(str(folder / preparing.STORE), size)
     shapes = jax.eval_shape(drafter.init, jax.random.key(0))
     return {
         "target": {

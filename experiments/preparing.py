@@ -24,7 +24,7 @@ from spec_jax.core.vocab import DraftVocab, from_counts
 from spec_jax.data import capture as capture_lib
 from spec_jax.data import recording
 from spec_jax.data import samples as sample_files
-from spec_jax.data.store import FeatureStore, StoreWriter, open_store
+from spec_jax.data.store import FeatureStore, look_into, open_store
 from spec_jax.decode.recorder import Record
 from spec_jax.drafters.base import Drafter
 from spec_jax.export import folder as export_folder
@@ -55,6 +55,11 @@ class Prepared:
     coverage: float
     folder: pathlib.Path
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that may be proposed."""
+        return self.vocab.size if self.vocab else self.target.spec.vocab_size
+
 
 def prepare(
     cfg: schema.Pipeline, target, params, mask_id: int, workdir, drafter: Drafter
@@ -66,9 +71,7 @@ def prepare(
     captured by `capture`.
     """
     folder = pathlib.Path(cfg.data.folder or workdir)
-    there = sample_files.list_chunks(str(folder / "samples" / synthesis.ANSWERS))
-    given = bool(cfg.data.samples or (there and not (folder / STORE).exists()))
-    records = trains(drafter) and not given
+    records = trains(drafter) and not cfg.data.samples and keeps(folder)
     made = synthesise(
         cfg, target, params, mask_id, folder, drafter=drafter if records else None
     )
@@ -76,6 +79,17 @@ def prepare(
         cfg.drafter.draft_vocab, made.train, target.spec.vocab_size
     )
     return Prepared(target, params, made, vocab, coverage, folder)
+
+
+def keeps(folder: pathlib.Path) -> bool:
+    """Whether answers that are made into a folder may keep their features meanwhile.
+
+    Without a store, answers that are there have no features. Into a store that was
+    captured nothing is recorded (`recording.open_recording`).
+    """
+    answers = folder / "samples" / synthesis.ANSWERS
+    there = look_into(str(folder / STORE))
+    return there is not None or not sample_files.list_chunks(str(answers))
 
 
 def synthesise(
@@ -101,7 +115,7 @@ def synthesise(
         )
     )
 
-    def record(num_groups: int, group_size: int, made_from) -> StoreWriter:
+    def record(num_groups: int, group_size: int, made_from, facts):
         assert kept is not None and drafter is not None
         return recording.open_recording(
             target,
@@ -112,6 +126,7 @@ def synthesise(
             num_shards=num_groups,
             shard_tokens=group_size * cfg.data.max_tokens,
             made_from=made_from,
+            facts=facts,
         )
 
     return synthesis.synthesise(
@@ -150,14 +165,23 @@ def trains(drafter: Drafter) -> bool:
 def choose_vocab(
     size: int, samples, vocab_size: int
 ) -> tuple[DraftVocab | None, float]:
-    """The most frequent answer tokens, and the share of answers they cover."""
+    """The most frequent answer tokens, and the share of answers they cover.
+
+    Fewer than `size` where the answers hold fewer, which is said.
+    """
     if not size:
         return None, 1.0
     counts = Counter(t for s in samples for t in s.answer)
     counts_V = np.zeros(vocab_size, np.int64)
     for token, count in counts.items():
         counts_V[token] = count
-    vocab = from_counts(counts_V, min(size, int((counts_V > 0).sum())))
+    seen = int((counts_V > 0).sum())
+    if seen < size:
+        say(
+            f"drafter.draft_vocab={size}: the answers hold {seen} distinct tokens, so "
+            f"the drafter proposes those {seen}"
+        )
+    vocab = from_counts(counts_V, min(size, seen))
     covered = counts_V[np.asarray(vocab.target_ids)].sum() / counts_V.sum()
     return vocab, float(covered)
 

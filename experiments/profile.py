@@ -10,8 +10,8 @@ pace of rounds and not one round alone.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -40,18 +40,23 @@ Shape = tuple[int, int]
 
 
 class Turns:
-    """Stands in for the planner's choice: each shape of one R in turn."""
+    """Stands in for the planner's choice: each shape of one R in turn.
+
+    Attributes:
+      shapes: whose turns they are.
+      next: index of the shape whose turn is next, modulo their number.
+    """
 
     def __init__(self, engine: Engine):
         """Takes the place of the engine's decisions from now on."""
         self.shapes: list[Shape] = []
-        self._next = 0
+        self.next = 0
         decide = engine.planner.decide
 
         def forced(round_index, live, own_rows) -> Choice:
             decide(round_index, live, own_rows)  # its time is part of a round
-            requests, rows = self.shapes[self._next % len(self.shapes)]
-            self._next += 1
+            requests, rows = self.shapes[self.next % len(self.shapes)]
+            self.next += 1
             return Choice(
                 draft=rows > 0,
                 budget=max(rows - requests, 0),
@@ -70,12 +75,16 @@ def measure(
     """Seconds of the timed rounds of every shape of the engine's ladder.
 
     A round counts if all R requests were live in it and no prompt was filled
-    before it.
+    before it. Each pass of R requests begins with another shape: the first round of
+    a pass, which never counts, is not the same shape's every time.
 
     Args:
       engine: idle, in `compact` mode.
       cfg: how often, from which context, under which sampling.
       say: progress.
+
+    Raises:
+      UserError: requests end before a round of some shape is timed.
     """
     turns, log = Turns(engine), RoundLog(engine)
     rng = np.random.default_rng(cfg.seed)
@@ -87,8 +96,14 @@ def measure(
     needed = cfg.warmup + cfg.repeats
     for requests, rows in engine.ladder.buckets:
         turns.shapes = [(requests, 0), *((requests, t) for t in rows)]
-        found: dict[Shape, list[float]] = collections.defaultdict(list)
-        while min(len(found[shape]) for shape in turns.shapes) < needed:
+        found: dict[Shape, list[float]] = {shape: [] for shape in turns.shapes}
+        barren = 0  # passes in a row that gave nothing to a shape that lacks rounds
+        for first in itertools.count():
+            turns.next = first
+            lacking = [shape for shape in found if len(found[shape]) < needed]
+            if not lacking:
+                break
+            had = sum(len(found[shape]) for shape in lacking)
             for _ in range(requests):
                 prompt = rng.choice(allowed, cfg.context).tolist()
                 seed = int(rng.integers(2**31))
@@ -100,10 +115,12 @@ def measure(
                 if len(row["verify_lens"]) == requests and not row["filled"]:
                     shape = (requests, row["T"] if row["draft"] else 0)
                     found[shape].append(row["measured_s"])
-            if len(log.rows) == seen or not found:
+            is_barren = sum(len(found[shape]) for shape in lacking) == had
+            barren = barren + 1 if is_barren else 0
+            if barren == len(found):
                 raise UserError(
                     f"serve.max_new_tokens={cfg.serve.max_new_tokens} ends every "
-                    "request before a round is timed; raise it"
+                    f"request before {_words(lacking[0])} is timed; raise it"
                 )
         for shape in turns.shapes:
             seconds[shape] = found[shape][cfg.warmup :]
@@ -115,6 +132,12 @@ def measure(
             )
         )
     return seconds
+
+
+def _words(shape: Shape) -> str:
+    requests, rows = shape
+    kind = f"a round of {rows} rows" if rows else "a plain step"
+    return f"{kind} for {requests} requests"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +208,7 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
     """
     target, params = serving.load_serving_target(cfg.target)
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
+    runtime.needs_confidence(exported, cfg.drafter, "name another drafter")
     layout = exported.drafter.layout
     room = room_of(cfg.serve.max_context, layout.window, target.spec)
     if cfg.context + cfg.serve.max_new_tokens > room:
@@ -212,6 +236,7 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
     fitted = fit(measure(engine, cfg, pipeline.say))
     source = Source(
         **runtime.facts(target, exported),
+        sampling=runtime.regime_of(cfg.serve),
         num_draft=layout.num_draft,
         ladder=ladder.buckets,
     )

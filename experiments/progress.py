@@ -4,5 +4,5 @@ import rich.console
 
 
 def say(text: str) -> None:
-    """One progress line."""
-    rich.console.Console(soft_wrap=True, highlight=False).print(text)
+    """One progress line, as it is: brackets are no markup."""
+    rich.console.Console(soft_wrap=True, highlight=False).print(text, markup=False)

@@ -17,17 +17,20 @@ and how to mend it), 130 interrupted.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pathlib
 import re
 import sys
 from typing import Any
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 from configs import common
 from experiments import session
 from spec_jax.config import loading
+from spec_jax.config.schema.data import SET_BY_RECIPES
 from spec_jax.core.errors import UserError
 
 QUICKSTART = "configs/quickstart.py"
@@ -52,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     options, recipe = parse(argv)
     cfg = loading.to_recipe(options.config)
+    check_used(argv, cfg)
     if options.print_config:
         words = loading.describe(cfg, common.base_of(cfg))
         print(f"# {recipe}, hash {loading.config_hash(cfg)}\n{words}")
@@ -65,16 +69,32 @@ def _run(argv: list[str]) -> int:
         if getattr(options, name) and not hasattr(task, name):
             raise UserError(f"--{name} is not for task={cfg.task!r}; leave it out")
     if options.plan:
-        session.print_plan(task.plan(cfg))
+        session.print_plan(task.plan(cfg, workdir))
     elif options.inspect:
-        with session.hold(workdir, cfg):
-            task.inspect(cfg, workdir)
+        task.inspect(cfg, workdir)
     elif cfg.task in session.TALKS:
         code = task.main(cfg, workdir)
         return code if isinstance(code, int) else 0
     else:
         session.run_task(task, cfg, recipe, workdir)
     return 0
+
+
+def check_used(argv: list[str], cfg: Any) -> None:
+    """Refuses words that make texts where the texts are made already.
+
+    A recipe may hold such values, whether samples are named or not.
+
+    Raises:
+      UserError: one was typed beside `data.samples`.
+    """
+    samples = getattr(getattr(cfg, "data", None), "samples", "")
+    for name in SET_BY_RECIPES if samples else ():
+        if any(re.match(rf"--config\.data\.{name}(\W|$)", word) for word in argv):
+            raise UserError(
+                f"data.{name}={getattr(cfg.data, name)!r} makes texts, and "
+                f"data.samples={samples!r} are made already; leave it out"
+            )
 
 
 def import_own(name: str) -> None:
@@ -96,14 +116,19 @@ def parse(argv: list[str]) -> tuple[Any, str]:
     """The flags' values (`.config` is the ConfigDict) and the recipe's name.
 
     Raises:
-      UserError: no such recipe, an unknown key or flag, a value of a wrong type.
+      UserError: no such recipe, one that does not load, an unknown key or flag, a
+        value of a wrong type.
     """
     path, argv = _take_recipe(argv)
-    argv = [f"--config={_find(path)}", *argv]
+    config = _load(path)
     values = flags.FlagValues()
     try:
-        config_flags.DEFINE_config_file(
-            "config", flag_values=values, lock_config=True, sys_argv=["run", *argv]
+        config_flags.DEFINE_config_dict(
+            "config",
+            config,
+            flag_values=values,
+            lock_config=True,
+            sys_argv=["run", *argv],
         )
         flags.DEFINE_string("workdir", "", "folder of the run", flag_values=values)
         for name in ("print_config", "plan", "inspect"):
@@ -130,12 +155,49 @@ def _take_recipe(argv: list[str]) -> tuple[str, list[str]]:
     return path, rest
 
 
-def _find(path: str) -> str:
+def _load(path: str) -> ml_collections.ConfigDict:
+    """What the recipe's `get_config` gives, with its argument where there is one.
+
+    Raises:
+      UserError: no such recipe, or it does not load.
+    """
+    file, *arg = path.split(":", 1)
+    found = _find(file)
+    spec = importlib.util.spec_from_file_location("recipe", found)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config(*arg)
+        if isinstance(config, ml_collections.ConfigDict):
+            return config
+        return loading.to_config_dict(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"recipe {file} cannot be loaded ({type(error).__name__}: "
+            f"{_reason(error)}); mend the file"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a recipe raised, as one line; a locked section names its fields last."""
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error
+    text = " ".join(str(said).split())
+    key = re.search(r'Key "([^"]*)"', text)
+    if key is None:
+        return text
+    meant = re.search(r'Did you mean "([^"]*)"', text)
+    return f"{key[1]!r} is no field" + (
+        f", did you mean {meant[1]!r}?" if meant else ""
+    )
+
+
+def _find(file: str) -> pathlib.Path:
     """The recipe's file below the current folder, else beside this package."""
-    file, colon, arg = path.partition(":")
     for folder in (pathlib.Path(), session.ROOT):
         if (folder / file).is_file():
-            return f"{folder / file}{colon}{arg}"
+            return folder / file
     known = sorted(
         str(p.relative_to(session.ROOT))
         for p in (session.ROOT / "configs").rglob("*.py")
@@ -156,7 +218,7 @@ def _name(path: str) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What a flag parser or a recipe raised, as one line."""
+    """What a flag parser raised, as one line."""
     text = str(error).replace("\\n", "\n").replace("\\'", "'").strip()
     if isinstance(error, (AttributeError, KeyError)):
         key = text.strip("'\"").split("'")[0].split("\n")[0]
@@ -166,7 +228,7 @@ def _sentence(error: Exception) -> str:
     value = re.match(r"flag --config\.([\w.]+)=(.*?): (.*)", text)
     if value:
         return f"{value[1]}={value[2]!r} has the wrong type ({value[3]})"
-    return text.split("\n")[-1].removeprefix("spec_jax.core.errors.UserError: ")
+    return text.split("\n")[-1]
 
 
 if __name__ == "__main__":

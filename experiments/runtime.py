@@ -14,19 +14,23 @@ import jax
 from experiments import progress, serving, session
 from spec_jax.config import schema
 from spec_jax.core import calibration
-from spec_jax.core.calibration import STS
+from spec_jax.core.calibration import STS, CostTable
 from spec_jax.core.errors import UserError
-from spec_jax.core.verify_layout import even_ladder, full_ladder
+from spec_jax.core.verify_layout import Ladder, even_ladder, full_ladder
 from spec_jax.data.files import write_atomically
 from spec_jax.decode.budget import BudgetOptions
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.plan import STATIC, PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.state import RoundResult
+from spec_jax.evals import machine
 from spec_jax.export.folder import Exported
 from spec_jax.target.loading import Target
 
 GREEDY = "greedy"
+# Settings that make a regime, and their values where they are off.
+_SAMPLING = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_RULES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 def find_file(path: str) -> str:
@@ -51,26 +55,90 @@ def prompt_sets(bench: schema.Bench) -> dict[str, str]:
     return named
 
 
-def regime_of(settings: Settings | schema.Serve) -> str:
-    """The sampling regime in words: what one STS file is fitted for."""
-    if settings.temperature == 0:
-        return GREEDY
-    off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    parts = [
-        f"{name}={getattr(settings, name):g}"
-        for name, value in off.items()
-        if getattr(settings, name) != value
-    ]
+def regime_of(
+    settings: Settings | schema.Serve, *, one_hot_draft: bool | None = None
+) -> str:
+    """The sampling regime in words: what one STS file is fitted for.
+
+    Args:
+      settings: of a request, or a recipe's section.
+      one_hot_draft: of the engine; None: the section's own, which a request lacks.
+    """
+    if one_hot_draft is None:
+        one_hot_draft = getattr(settings, "one_hot_draft", False)
+    off: dict[str, Any] = dict(_RULES)
+    parts = [GREEDY]
+    if settings.temperature > 0:
+        off, parts = _SAMPLING | off, []
+    for name, value in off.items():
+        mine = getattr(settings, name, value)
+        if mine != value:
+            parts.append(f"{name}={mine:g}")
+    biases = getattr(settings, "logit_bias", ())
+    if biases:
+        parts.append(f"logit_bias of {len(biases)} tokens")
+    if one_hot_draft and settings.temperature > 0:
+        parts.append("one_hot_draft")
     return ", ".join(parts)
 
 
 def facts(target: Target, drafter: Exported | None) -> dict[str, str]:
-    """What a measured file must have been measured on: model, drafter, device."""
+    """What a measured file must have been measured on."""
     return {
         "model": target.fingerprint,
         "drafter": drafter.weights_sha256 if drafter is not None else "",
         "device": jax.devices()[0].device_kind,
+        "processor": machine.processor(),
+        "dtype": jax.tree.leaves(target.params["params"]["embed"])[0].dtype.name,
     }
+
+
+def needs_confidence(drafter: Exported, folder: str, fix: str) -> None:
+    """Refuses a drafter whose drafts are looked up, before anything compiles.
+
+    Args:
+      drafter: from its folder.
+      folder: as the recipe names it.
+      fix: what to do instead.
+
+    Raises:
+      UserError: it has no confidence to plan with.
+    """
+    if drafter.drafter.name == "lookup":
+        raise UserError(
+            f"drafter={folder!r} looks its drafts up ('lookup'), with no confidence to "
+            f"plan with; {fix}"
+        )
+
+
+def read_cost(
+    path: str,
+    known: Mapping[str, str],
+    num_draft: int,
+    ladder: Ladder,
+    *,
+    allow_unmarked: bool,
+) -> CostTable:
+    """A recipe's cost table.
+
+    Args:
+      path: its file.
+      known: from `facts`.
+      num_draft: M.
+      ladder: the engine's programs.
+      allow_unmarked: accept a table that does not say what it was measured on.
+
+    Raises:
+      UserError: it cannot be read, was measured on something else, or ends before
+        the largest program.
+    """
+    table = calibration.read_cost(find_file(path)).check(
+        **known,
+        num_draft=num_draft,
+        ladder=ladder.buckets,
+        allow_unmarked=allow_unmarked,
+    )
+    return table.check_reach(ladder.buckets)
 
 
 def slot_buckets(slots: int) -> tuple[int, ...]:
@@ -108,6 +176,7 @@ def load_planning(
     if cfg.mode == STATIC:
         window = serving.topology_of(cfg.serve).window(num_draft)
         return {"ladder": full_ladder(buckets, window)}
+    needs_confidence(drafter, cfg.drafter, "say --config.mode=static")
     ladder = even_ladder(buckets, num_draft + 1, cfg.row_buckets)
     for name in ("min_verify_len", "max_verify_len"):
         rows = getattr(cfg.plan, name)
@@ -118,9 +187,13 @@ def load_planning(
             )
     known = facts(target, drafter)
     temperatures, cost = (), None
+    regimes = collections.Counter(
+        regime_of(s, one_hot_draft=cfg.serve.one_hot_draft)
+        for s in settings
+        if s.speculate
+    )
     if cfg.sts:
         fitted = calibration.read_sts(find_file(cfg.sts))
-        regimes = collections.Counter(regime_of(s) for s in settings if s.speculate)
         fitted.check(
             num_draft,
             **known,
@@ -128,14 +201,16 @@ def load_planning(
             allow_unmarked=cfg.allow_unmarked,
         )
         temperatures = fitted.temperatures
-        _say_others(fitted, regimes, say)
+        _say_others("sts", fitted, regimes, say)
     if cfg.cost:
-        cost = calibration.read_cost(find_file(cfg.cost)).check(
-            **known,
-            num_draft=num_draft,
-            ladder=ladder.buckets,
+        cost = read_cost(
+            cfg.cost,
+            known,
+            num_draft,
+            ladder,
             allow_unmarked=cfg.allow_unmarked,
         )
+        _say_others("cost", cost, regimes, say)
     return planning(cfg.plan, cfg.mode, temperatures) | {
         "ladder": ladder,
         "cost": cost,
@@ -165,7 +240,7 @@ def planning(
     }
 
 
-def _regime_of_file(fitted: STS) -> str:
+def _regime_of_file(fitted: STS | CostTable) -> str:
     return fitted.source.sampling if fitted.source is not None else ""
 
 
@@ -176,14 +251,17 @@ def _regime_for(fitted: STS, regimes: Mapping[str, int]) -> str | None:
 
 
 def _say_others(
-    fitted: STS, regimes: Mapping[str, int], say: Callable[[str], None]
+    what: str,
+    fitted: STS | CostTable,
+    regimes: Mapping[str, int],
+    say: Callable[[str], None],
 ) -> None:
-    """Any temperatures are lossless: a request of another regime is told of."""
+    """Any file is lossless: how many requests have another regime is told."""
     mine, total = _regime_of_file(fitted), sum(regimes.values())
     others = total - regimes.get(mine, 0)
     if others:
         say(
-            f"sts: {others} of {total} requests that draft have another sampling "
+            f"{what}: {others} of {total} requests that draft have another sampling "
             f"regime than the file's ({mine or 'unknown'!r}); their texts keep their "
             "law, their budgets are less exact"
         )

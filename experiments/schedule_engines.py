@@ -48,6 +48,11 @@ class World:
     exported: Exported
     ladder: Ladder
 
+    def __post_init__(self):
+        runtime.needs_confidence(
+            self.exported, self.cfg.drafter, "name another drafter"
+        )
+
     @property
     def serve(self) -> schema.Serve:
         return dataclasses.replace(self.cfg.serve, slots=self.cfg.concurrency[-1])
@@ -120,7 +125,7 @@ def temperatures_of(
         source=Source(**world.facts, sampling=regime, num_draft=num_draft),
     )
     calibration.write(found, str(workdir / calibrate.STS_NAME))
-    survival = calibrate.survivals(logits_NM, found.temperatures)
+    survival = calibrate.survivals(logits_NM, mask_NM)
     return found, calibrate.reliabilities(survival, mask_NM)
 
 
@@ -137,10 +142,11 @@ def cost_of(
     """
     cfg = world.cfg
     if cfg.cost:
-        table = calibration.read_cost(runtime.find_file(cfg.cost)).check(
-            **world.facts,
-            num_draft=world.num_draft,
-            ladder=world.ladder.buckets,
+        table = runtime.read_cost(
+            cfg.cost,
+            world.facts,
+            world.num_draft,
+            world.ladder,
             allow_unmarked=cfg.allow_unmarked,
         )
         return table, {"file": cfg.cost}
@@ -158,7 +164,10 @@ def cost_of(
         fitted = profile.fit(profile.measure(engine, how, pipeline.say))
     form = fitted.best_form if cfg.form == "best" else cfg.form
     source = Source(
-        **world.facts, num_draft=world.num_draft, ladder=world.ladder.buckets
+        **world.facts,
+        sampling=runtime.GREEDY,
+        num_draft=world.num_draft,
+        ladder=world.ladder.buckets,
     )
     table = fitted.table(form, source)
     calibration.write(table, str(workdir / profile.COST_NAME))

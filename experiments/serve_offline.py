@@ -1,8 +1,9 @@
 """A workload file through the engine: requests in, records out.
 
 Leaves `requests.jsonl` (one row per request) and `rounds.jsonl` (one row per
-round, see `round_log`) in the workdir. A request that cannot be served ends
-with the reason "refused"; its neighbours do not notice.
+round, see `round_log`) in the workdir; a request's `handle` is what the rounds
+call it. One that cannot be served ends with the reason "refused" and one whose
+numbers break with "error"; `error` says why, and their neighbours do not notice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from spec_jax.evals import compiles
 from spec_jax.target.loading import Target
 
 REQUESTS_NAME, ROUNDS_NAME = "requests.jsonl", "rounds.jsonl"
-REFUSED = "refused"
+REFUSED, BROKEN = "refused", "error"
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ class Served:
       settings: its settings, or None where they cannot be.
       prompt: its token ids.
       error: why it was refused, or "".
+      handle: the engine's name for it; None where it was refused.
       submitted: when the engine got it.
       deliveries: (when, how many tokens), in order.
       finished: when its end was known.
@@ -52,6 +54,7 @@ class Served:
     settings: Settings | None = None
     prompt: list[int] = dataclasses.field(default_factory=list)
     error: str = ""
+    handle: int | None = None
     submitted: float = 0.0
     deliveries: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     finished: float | None = None
@@ -62,25 +65,45 @@ class Served:
         return self.deliveries[0][0] if self.deliveries else None
 
     def row(self) -> dict[str, Any]:
-        """What `requests.jsonl` says of it."""
+        """What `requests.jsonl` says of it.
+
+        `accepted` and `drafted` are sums over its rounds: r after the cut, and the
+        drafts verified. A `seed` of None is one of its own, by its `handle`.
+        """
         made = self.generation
         return {
             "id": self.item.name,
+            "handle": self.handle,
             "arrival_s": self.item.arrival,
             "submitted_s": self.submitted,
             "first_token_s": self.first_token,
             "finish_s": self.finished,
             "sampling": runtime.regime_of(self.settings) if self.settings else None,
+            "seed": self.settings.seed if self.settings else None,
             "speculate": self.settings.speculate if self.settings else None,
             "prompt_tokens": len(self.prompt),
             "tokens": len(made.tokens) if made else 0,
             "finish_reason": made.finish_reason if made else REFUSED,
+            "stopped_by": made.stopped_by if made else None,
             "rounds": made.rounds if made else 0,
+            "accepted": sum(made.accepted) if made else 0,
+            "drafted": sum(made.drafted) if made else 0,
             "accept_length": made.accept_length if made and made.rounds else None,
+            "token_ids": made.tokens if made else [],
             "text": made.text if made else "",
-            "error": self.error,
+            "error": self.error or self._broken(),
             **self._logprobs(),
         }
+
+    def _broken(self) -> str:
+        """Why an answer ended with an error, or ""."""
+        if self.generation is None or self.generation.finish_reason != BROKEN:
+            return ""
+        return (
+            f"the target's logits after {len(self.generation.tokens)} tokens of the "
+            "answer are not finite (NaN or infinite), so that it ends there; check "
+            "the target's weights and target.dtype"
+        )
 
     def _logprobs(self) -> dict[str, Any]:
         """Log-probabilities of the tokens, for a request that asked for them."""
@@ -150,7 +173,7 @@ def serve(
             except UserError as error:
                 request.error = str(error)
                 continue
-            by_handle[handle] = request
+            request.handle, by_handle[handle] = handle, request
         if not engine.busy:
             if waiting:
                 sleep(max(0.0, waiting[0].item.arrival - (clock() - start)))
@@ -268,8 +291,10 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
     """Shares and times of an engine's rounds.
 
     `shares` are of all rounds; `partial_budget` are those with 0 < K < M drafts for
-    each of the requests that share K. Predicted times are compared where nothing
-    was filled.
+    each of the requests that share K; `stale_slots` are of the requests whose
+    history was looked up. Predicted times are compared where nothing was filled:
+    of all rounds, and apart of those that draft and of plain ones (None: no such
+    round).
     """
     total = max(len(rows), 1)
     lengths = collections.Counter(
@@ -280,16 +305,16 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
         name = str(row["T"]) if row["draft"] else "plain"
         counts = programs.setdefault(str(row["R"]), {})
         counts[name] = counts.get(name, 0) + 1
-    ratios = [
-        row["predicted_s"] / row["measured_s"]
-        for row in rows
-        if row["predicted_s"] is not None and not row["filled"]
-    ]
+    ratios: dict[str, list[float]] = {"draft": [], "plain": []}
+    for row in rows:
+        if row["predicted_s"] is not None and not row["filled"]:
+            ratio = row["predicted_s"] / row["measured_s"]
+            ratios["draft" if row["draft"] else "plain"].append(ratio)
 
     def share(condition: Callable[[Mapping[str, Any]], bool]) -> float:
         return sum(bool(condition(row)) for row in rows) / total
 
-    slots = sum(len(row["verify_lens"]) for row in rows)
+    looked_up = sum(row["looked_up"] for row in rows)
     return {
         "rounds": len(rows),
         "verify_len_histogram": {
@@ -302,10 +327,16 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
                 lambda row: 0 < row["K"] < row["planned"] * num_draft
             ),
             "not_ready": share(lambda row: row["not_ready"]),
-            "stale_slots": sum(row["stale"] for row in rows) / max(slots, 1),
+            "stale_slots": sum(row["stale"] for row in rows) / max(looked_up, 1),
         },
-        "predicted_over_measured": _quantiles(ratios, (0.1, 0.5, 0.9)),
-        "compared_rounds": len(ratios),
+        "predicted_over_measured": {
+            **_quantiles([*ratios["draft"], *ratios["plain"]], (0.1, 0.5, 0.9)),
+            **{
+                kind: _quantiles(values, (0.1, 0.5, 0.9)) if values else None
+                for kind, values in ratios.items()
+            },
+        },
+        "compared_rounds": sum(len(values) for values in ratios.values()),
     }
 
 

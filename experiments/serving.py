@@ -186,13 +186,15 @@ def make_engine(
       options: further fields of `EngineOptions`.
 
     Raises:
-      UserError: the allocation is too small, or `serve.num_draft` is more than
-        the drafter was trained for.
+      UserError: the allocation is too small, `serve.num_draft` is more than the
+        drafter was trained for, or what `check_topology` refuses.
     """
     chosen, weights, mask_id = None, Weights(target=params), -1
     if drafter is not None:
         chosen, draft, frozen = unpack(drafter, params)
-        chosen = with_num_draft(chosen, serve.num_draft, target)
+        check_topology(serve, chosen)
+        if serve.num_draft not in (0, chosen.layout.num_draft):
+            chosen = with_num_draft(chosen, serve.num_draft, target)
         weights = Weights(target=params, draft=draft, frozen=frozen)
         mask_id = mask_id_of(chosen)
     engine_options = EngineOptions(
@@ -236,6 +238,32 @@ def topology_of(serve: schema.Serve) -> Topology:
             )
         parents = parents or trees.cut(trees.DEFAULT_STATIC_TREE, serve.tree_depth)
     return Topology(serve.topology, parents=parents)
+
+
+def check_topology(serve: schema.Serve, drafter: Drafter) -> None:
+    """Refuses a topology that a drafter cannot propose, and drafts that it ignores.
+
+    Raises:
+      UserError: `serve.topology` is none of the drafter's, or `serve.num_draft` is
+        set for a tree, whose drafts are its nodes.
+    """
+    topology = topology_of(serve)
+    if topology.kind not in drafter.topologies:
+        raise UserError(
+            f"serve.topology={serve.topology!r} is not what drafter.name="
+            f"{drafter.name!r} can propose; choose "
+            + " or ".join(repr(kind) for kind in drafter.topologies)
+        )
+    if serve.num_draft and not topology.is_chain:
+        sizes = {
+            "static_tree": "serve.tree_depth or serve.tree_parents",
+            "dynamic_tree": "serve.tree_nodes",
+        }
+        raise UserError(
+            f"serve.num_draft={serve.num_draft} is for serve.topology='chain', and "
+            f"this is {serve.topology!r}: set {sizes[serve.topology]} instead, and "
+            "leave serve.num_draft out"
+        )
 
 
 def one_by_one(serve: schema.Serve) -> schema.Serve:

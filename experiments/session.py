@@ -19,7 +19,9 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.markup
 import rich.table
+import rich.text
 
 from configs import common
 from experiments import clock
@@ -141,6 +143,7 @@ def run_task(
                 f"all is done since {done['finished']}: {workdir / report.HTML_NAME}",
                 soft_wrap=True,
                 highlight=False,
+                markup=False,
             )
             return done
         seconds = clock.Clock(workdir / clock.NAME)
@@ -166,7 +169,10 @@ def run_task(
             seconds.forget(WALL)
         report.print_report(written, console)
         console.print(
-            f"report: {workdir / report.HTML_NAME}", soft_wrap=True, highlight=False
+            f"report: {workdir / report.HTML_NAME}",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
         )
         return written
 
@@ -175,7 +181,9 @@ def print_plan(plan: dict[str, dict[str, Any]]) -> None:
     """Tables of what a run would do."""
     console = rich.console.Console()
     for title, rows in plan.items():
-        table = rich.table.Table(title=title, title_justify="left", show_header=False)
+        shown = rich.markup.escape(title)
+        table = rich.table.Table(title=shown, title_justify="left", show_header=False)
         for name, value in rows.items():
-            table.add_row(str(name), report.format_value(value))
+            cells = str(name), report.format_value(value)
+            table.add_row(*map(rich.text.Text, cells))
         console.print(table)

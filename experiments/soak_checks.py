@@ -78,7 +78,11 @@ def check_seeds(part: Part, log: Log) -> dict[str, int]:
 
 
 def check_books(part: Part, log: Log, before: dict) -> dict[str, Any]:
-    """Slots, queue and counts after the last request."""
+    """Slots, queue and counts after the last request.
+
+    `auto_off_met` and `stop_strings_met` tell whether everything that the engine
+    offers there happened: each reason to stop drafting, and an end by a stop string.
+    """
     engine, after = part.engine, part.engine.metrics()
     finished = {
         reason: count - before["finished"][reason]
@@ -94,6 +98,11 @@ def check_books(part: Part, log: Log, before: dict) -> dict[str, Any]:
         and finished["error"] == 0
         and all(g.finish_reason for g in log.done.values())
     )
+    auto_off = {
+        reason: count - before["auto_off"][reason]
+        for reason, count in after["auto_off"].items()
+    }
+    stopped_by_text = sum(isinstance(g.stopped_by, str) for g in log.done.values())
     idle = after["running"] == after["queued"] == 0 and not engine.busy
     slots = engine.state.slots
     device_idle = not bool(np.asarray(slots.active_B).any())
@@ -101,10 +110,10 @@ def check_books(part: Part, log: Log, before: dict) -> dict[str, Any]:
         "finished": finished,
         "emitted": emitted,
         "rounds": after["rounds"] - before["rounds"],
-        "auto_off": {
-            reason: count - before["auto_off"][reason]
-            for reason, count in after["auto_off"].items()
-        },
+        "auto_off": auto_off,
+        "auto_off_met": engine.options.auto_off is None or all(auto_off.values()),
+        "stopped_by_text": stopped_by_text,
+        "stop_strings_met": engine.tokenizer is None or stopped_by_text > 0,
         "metrics_balanced": bool(is_balanced),
         "slots_returned": sorted(engine.table.free) == list(range(engine.options.slots))
         and idle

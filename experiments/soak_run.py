@@ -13,11 +13,13 @@ from experiments.progress import say
 from experiments.soak_watch import Watch
 from experiments.soak_workload import Part
 from spec_jax.config import schema
+from spec_jax.decode.auto_off import AutoOff
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.request import Generation, Settings
 from spec_jax.evals import machine
 
 PHASE = 150  # ticks between the loads of `_phase`
+LIMITED = 40  # ticks with a limit on the load; as many follow without
 SAMPLES = 20  # looks at memory at least, where a request takes a tick
 
 
@@ -45,9 +47,14 @@ def soak(part: Part, cfg: schema.BenchSoak, watch: Watch) -> Log:
     engine, rng, log = part.engine, random.Random(cfg.seed + 2), Log()
     waiting = list(reversed(part.requests))
     tick, told = 0, 0
+    limits = engine.options.auto_off
     _look_at_memory(log)
     while waiting or engine.busy:
         join = _phase(tick, cfg.join)
+        if limits is not None and tick % LIMITED == 0:
+            is_limited = tick // LIMITED % 2 == 0
+            most = limits.max_active if is_limited else None
+            _limit(engine, dataclasses.replace(limits, max_active=most))
         while waiting and rng.random() < join:
             if engine.metrics()["queued"] > 2 * engine.options.slots:
                 break
@@ -62,6 +69,9 @@ def soak(part: Part, cfg: schema.BenchSoak, watch: Watch) -> Log:
                 newest = engine._next_handle
                 recent = range(max(0, newest - 40), newest)
                 open_now = [h for h in recent if h in log.asked and h not in log.done]
+                if leave == engine.retract:  # of one that waits it is no change
+                    held = [h for h in open_now if not engine.table.waits(h)]
+                    open_now = held or open_now
                 if open_now:
                     left = leave(rng.choice(open_now))
                     log.aborted += left and leave == engine.abort
@@ -73,7 +83,9 @@ def soak(part: Part, cfg: schema.BenchSoak, watch: Watch) -> Log:
         if len(log.done) - told >= max(len(part.requests) // 10, 1):
             told = len(log.done)
             say(f"{part.name}: {told} of {len(part.requests)} requests")
+    _limit(engine, None)
     force(engine, watch, log)
+    _limit(engine, limits)
     _look_at_memory(log)
     return log
 
@@ -114,11 +126,18 @@ def warm_up(engine: Engine, requests: list[Job]) -> None:
             engine.step()
         leave(handle)
     engine.run()
-    watch = Watch(engine)
+    watch, limits = Watch(engine), engine.options.auto_off
+    _limit(engine, None)
     try:
         force(engine, watch, Log())
     finally:
         watch.close()
+        _limit(engine, limits)
+
+
+def _limit(engine: Engine, limits: AutoOff | None) -> None:
+    """Other limits from now on; no program depends on them."""
+    engine.options = dataclasses.replace(engine.options, auto_off=limits)
 
 
 def _look_at_memory(log: Log) -> None:

@@ -7,6 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
 from experiments import bench_round, random_target, runtime, serving
 from experiments.closed_loop import Job
 from spec_jax.config import schema
@@ -22,8 +25,11 @@ from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
 from spec_jax.drafters import base
+from spec_jax.target import tokenizer as tokenizers
+from spec_jax.target.tokenizer import Tokenizer
 
 VOCAB, EOS, NUM_DRAFT = 64, 3, 4
+LETTERS = "abcdefgh"  # of the random target: a token is two of them
 REAL_SLOTS, REAL_DRAFT, REAL_NEW_TOKENS = 4, 3, 16
 
 
@@ -53,7 +59,23 @@ def cost_table(ladder: Ladder) -> CostTable:
     return CostTable(cost, sizes, tuple(9e-4 + a for a in alpha))
 
 
-def engine_of(spec, weights, drafter, serve: schema.Serve, ladder, **options) -> Engine:
+def letters_tokenizer() -> Tokenizer:
+    """Two letters a token, nothing between: a stop string may begin inside one."""
+    words = [one + other for one in LETTERS for other in LETTERS]
+    backend = Backend(models.WordLevel({w: i for i, w in enumerate(words)}))
+    backend.decoder = decoders.Fuse()
+    return tokenizers.from_json(backend.to_str(), eos=EOS)
+
+
+def engine_of(
+    spec,
+    weights,
+    drafter,
+    serve: schema.Serve,
+    ladder,
+    tokenizer: Tokenizer | None = None,
+    **options,
+) -> Engine:
     """A compact engine with its planner, or (without a drafter) a plain one."""
     planned = {}
     if drafter is not None:
@@ -75,6 +97,7 @@ def engine_of(spec, weights, drafter, serve: schema.Serve, ladder, **options) ->
         ),
         drafter,
         -1 if drafter is None else serving.mask_id_of(drafter),
+        tokenizer,
     )
 
 
@@ -88,7 +111,17 @@ def random_requests(
     num_draft: int,
     rules: bool,
 ) -> list[Job]:
-    """Requests that differ in everything; three in four are greedy."""
+    """Requests that differ in everything; three in four are greedy.
+
+    Args:
+      rng: of everything but the tokens.
+      count: of requests.
+      token: draws one.
+      room: tokens of a slot.
+      max_new_tokens: longest answer.
+      num_draft: longest window of a request's own.
+      rules: some have penalties and biases, log-probabilities or stop strings.
+    """
     made = []
     for _ in range(count):
         length = min(int(rng.expovariate(1 / 20)) + 1, 64)
@@ -101,14 +134,18 @@ def random_requests(
                 "min_p": rng.choice([0.0, 0.0, 0.1]),
                 "seed": rng.choice([None, rng.randrange(2**31)]),
             }
-            if rules and rng.random() < 0.4:
-                changes |= {
-                    "presence_penalty": rng.choice([0.0, 0.8]),
-                    "repetition_penalty": rng.choice([1.0, 1.3]),
-                    "logit_bias": ((token(), 2.0),),
-                    "logprobs": True,
-                    "top_logprobs": rng.choice([0, 1]),
-                }
+        if rules and rng.random() < 0.3:
+            changes |= {
+                "presence_penalty": rng.choice([0.0, 0.8]),
+                "frequency_penalty": rng.choice([0.0, 0.4]),
+                "repetition_penalty": rng.choice([1.0, 1.3]),
+                "logit_bias": ((token(), 2.0),),
+                "logprobs": True,
+                "top_logprobs": rng.choice([0, 1]),
+            }
+        if rules and rng.random() < 0.2:
+            sizes = (2, 2, 3)  # letters; the odd places are between two tokens
+            changes["stop"] = ["".join(rng.choices(LETTERS, k=k)) for k in sizes]
         way = rng.random()
         if way < 0.15:
             changes["speculate"] = False
@@ -134,17 +171,26 @@ def random_part(cfg: schema.BenchSoak) -> Part:
     ladder = even_ladder(
         runtime.slot_buckets(serve.slots), NUM_DRAFT + 1, cfg.row_buckets
     )
+    text = letters_tokenizer()
     engine = engine_of(
         spec,
         weights,
         drafter,
         serve,
         ladder,
+        text,
         penalties=True,
         logprobs=1,
-        auto_off=AutoOff(min_accept_length=1.2, rounds=12, max_context=100),
+        auto_off=AutoOff(
+            min_accept_length=1.2,
+            rounds=6,
+            max_active=max(serve.slots - 1, 1),
+            max_context=60,
+        ),
     )
-    reference = engine_of(spec, Weights(params), None, serve, None)
+    reference = engine_of(
+        spec, Weights(params), None, serve, None, text, penalties=True
+    )
     rng = random.Random(cfg.seed)
     requests = random_requests(
         rng,

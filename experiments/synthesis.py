@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +45,9 @@ GROUP = 128
 ANSWERS = "answers"
 
 # Opens the store that keeps features while answers are generated: of so many groups
-# of so many prompts, made from this.
-Record = Callable[[int, int, Any], StoreWriter]
+# of so many prompts, made from this, with facts by name. None: what is there was
+# captured, and is not recorded into.
+Record = Callable[[int, int, Any, dict[str, Any]], StoreWriter | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ def synthesise(
         train, held = gather_prompts(
             target, engine, data, seed, folder, render, say, group_size
         )
-        samples = _answers(
+        samples, recorded = _answers(
             target, engine, data, seed, folder, train, say, group_size, record
         )
         corpus = sample_files.select_samples(
@@ -126,7 +128,7 @@ def synthesise(
             seconds=seconds(),
             answer_tokens=sum(len(s.answer) for s in corpus.samples),
             looping=corpus.looping,
-            recorded=record is not None,
+            recorded=recorded,
         )
 
 
@@ -140,8 +142,12 @@ def _answers(
     say: Callable[[str], None],
     group_size: int,
     record: Record | None,
-) -> list[sample_files.Sample]:
-    """The target's answers to rendered prompts, group by group."""
+) -> tuple[list[sample_files.Sample], bool]:
+    """The target's answers to rendered prompts, group by group.
+
+    Returns:
+      The samples, and whether the store keeps the features of all of them.
+    """
     answers = folder / ANSWERS
     answers.mkdir(parents=True, exist_ok=True)
     facts = facts_of(
@@ -160,7 +166,10 @@ def _answers(
     if record is not None:
         kept_by = {name: getattr(data, name) for name in ("looping", "max_tokens")}
         prompts = [ids for _, ids in pairs]
-        opened = record(len(parts), group_size, [facts, kept_by, prompts])
+        named = facts | {f"data.{name}": value for name, value in kept_by.items()}
+        named["prompts (sha256)"] = hashlib.sha256(repr(prompts).encode()).hexdigest()
+        made_from = [facts, kept_by, prompts]
+        opened = record(len(parts), group_size, made_from, named) or opened
     samples: list[sample_files.Sample] = []
     made_tokens, ready, started = 0, 0, time.monotonic()
     with opened as store:
@@ -192,7 +201,7 @@ def _answers(
             say(f"answers {ready}/{len(pairs)}, {speed:.0f} tokens/s{eta}")
     if len(samples) < len(pairs):
         say(f"{len(pairs) - len(samples)} prompts without an answer in {answers}")
-    return samples
+    return samples, store is not None
 
 
 def _samples_of(target: Target, part: Sequence[Pair], made, settings):

@@ -164,16 +164,34 @@ def read_prompts(data: schema.Data) -> list[Prompt]:
     """The prompts of every file that the recipe names, in file order.
 
     Raises:
-      UserError: an absent or unreadable file.
+      UserError: an absent or unreadable file, or two that are one set by their name.
     """
     found: list[Prompt] = []
-    for path in filter(None, data.prompts.split(",")):
-        found += prompt_files.named_prompts(path.strip())
+    paths: dict[str, str] = {}
+    for path in filter(None, map(str.strip, data.prompts.split(","))):
+        prompts = prompt_files.named_prompts(path)
+        if path == prompt_files.BUILTIN:
+            prompts = [_renamed(p, prompt_files.BUILTIN) for p in prompts]
+        name = set_of(prompts[0].source)
+        if name in paths:
+            raise UserError(
+                f"data.prompts={data.prompts!r} names {paths[name]!r} and {path!r}, "
+                f"which are both the set {name!r}: prompts are held out of each set; "
+                "give one of the files another name, or leave it out"
+            )
+        paths[name] = path
+        found += prompts
     return found
 
 
+def _renamed(prompt: Prompt, name: str) -> Prompt:
+    """A prompt whose source names another file, at the same line."""
+    line = prompt.source.rpartition(":")[2]
+    return dataclasses.replace(prompt, source=f"{name}:{line}")
+
+
 def set_of(source: str) -> str:
-    """The prompt set that a prompt's source names: its file, without suffixes."""
+    """The prompt set of a source: its file without suffixes, "builtin" or "synth"."""
     name = re.split(r"[:/]", source)[0]
     return name.removesuffix(".gz").removesuffix(".jsonl")
 

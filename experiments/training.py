@@ -32,7 +32,7 @@ from spec_jax.drafters.base import Drafter, Frozen
 from spec_jax.drafters.frozen import frozen_from_params
 from spec_jax.evals import decoding
 from spec_jax.export import folder as export_folder
-from spec_jax.export import golden
+from spec_jax.export import golden, registry, shared
 from spec_jax.objectives.records import ObjectiveOptions
 from spec_jax.parallel import mesh as mesh_lib
 from spec_jax.target.loading import Target
@@ -56,17 +56,20 @@ def make_mesh(cfg: schema.Pipeline) -> jax.sharding.Mesh:
 
 
 def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
-    """Refuses, before any work, what training and validation would refuse later.
+    """Refuses, before any work, what its later parts would refuse.
 
     Raises:
-      UserError: a wrong mesh, an objective that is wrong or that the drafter cannot
-        feed, more drafts than are trained, or the longest prompt and its new tokens
-        do not fit into a slot.
+      UserError: a wrong mesh, or a batch that it does not divide; an objective that
+        is wrong or that the drafter cannot feed; a drafter that cannot be exported,
+        or cannot propose what is served; more drafts than are trained; or the
+        longest prompt and its new tokens do not fit into a slot.
     """
-    make_mesh(cfg)
+    check_batch(cfg.train, make_mesh(cfg), drafter)
     objectives.check_objective(
         drafter, make_objective(cfg), target.spec, cfg.train.seq_len
     )
+    shared.plan_of(drafter, registry.form_of(drafter))
+    serving.check_topology(cfg.serve, drafter)
     serving.with_num_draft(drafter, cfg.serve.num_draft, target)
     window = serving.topology_of(cfg.serve).window(drafter.layout.num_draft)
     room = room_of(cfg.serve.max_context, window, target.spec)
@@ -83,6 +86,22 @@ def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
                 f"serve.max_context={cfg.serve.max_context} (the target's own context "
                 f"is {target.spec.max_context})"
             )
+
+
+def check_batch(train: schema.Train, mesh: jax.sharding.Mesh, drafter: Drafter) -> None:
+    """Refuses conversations that the devices do not share evenly.
+
+    Raises:
+      UserError: `train.batch` is no multiple of the parts that the mesh splits it
+        into.
+    """
+    shards = mesh_lib.batch_shards(mesh)
+    if preparing.trains(drafter) and train.batch * jax.process_count() % shards:
+        raise UserError(
+            f"train.batch={train.batch} must be a multiple of {shards}, the parts that "
+            "mesh.data and mesh.fsdp split each micro-batch into (mesh.data=-1 takes "
+            "every device); change one of them"
+        )
 
 
 def data_options(cfg: schema.Pipeline) -> PipelineOptions:
@@ -200,6 +219,7 @@ def export(prepared: Prepared, cfg, drafter, params, contract, workdir):
         target.spec,
         dtype=cfg.export.dtype,
         golden_probe=probe,
+        seed=cfg.seed,
     )
 
 

@@ -156,7 +156,7 @@ def _examine(cfg, target, params, found: Folder, served, jit) -> Iterator[Findin
     yield from feature_findings(paths, found, planes)
     yield from why.logit_findings(runner, text, _positions(paths, text, size_m, window))
     yield golden_finding(found, frozen)
-    yield from weight_findings(found, drafter, cfg.seed)
+    yield from weight_findings(found, drafter)
     anchor = text.length - size_m - 1
     yield from why.state_findings(runner, text, anchor, chunk, window)
     yield from round_findings(runner, paths, text, chunk)

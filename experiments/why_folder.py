@@ -24,6 +24,7 @@ from spec_jax.export import folder as export_folder
 from spec_jax.export import golden, names, storage
 from spec_jax.export.kinds import own
 from spec_jax.target.loading import Target
+from spec_jax.train import state
 
 _FIXES = {
     "thinking": "serve with --config.thinking as it was trained",
@@ -165,15 +166,13 @@ def contract_findings(cfg, target: Target, found: Folder) -> Iterator[Finding]:
         yield Finding("contract", "configuration", OK, "every setting is read")
 
 
-def weight_findings(
-    found: Folder, drafter: Drafter | None = None, seed: int = 0
-) -> Iterator[Finding]:
+def weight_findings(found: Folder, drafter: Drafter | None = None) -> Iterator[Finding]:
     """What looks wrong about the folder's weights.
 
     Args:
       found: the folder.
-      drafter: also compare with what its init makes of `seed`; None: leave that.
-      seed: the run's.
+      drafter: also compare with what training started from, where the folder says
+        its run's seed; None: leave that.
     """
     tensors = {
         name: tensor
@@ -186,7 +185,9 @@ def weight_findings(
     leaves = initial = None
     if drafter is not None and found.exported is not None:
         leaves = names.flatten(found.exported.params)
-        initial = names.flatten(drafter.init(jax.random.key(seed)))
+        seed = export_folder.seed_in(found.config)
+        if seed is not None:
+            initial = names.flatten(jax.jit(drafter.init)(state.run_keys(seed)[1]))
     return why.weight_findings(tensors, leaves, initial, dtype)
 
 

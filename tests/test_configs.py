@@ -223,6 +223,16 @@ def test_readme_names_every_recipe():
     assert not missing, f"README.md names no {', '.join(missing)}"
 
 
+def test_a_plan_looks_at_the_disk_that_features_will_lie_on(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pipeline, "check_disk", lambda path, size: asked.append(path))
+    cfg, _ = _load("configs/qwen3_4b.py:dflash")
+    pipeline.plan(cfg, tmp_path / "run")
+    shared, _ = _load("configs/qwen3_4b.py:dflash", f"--config.data.folder={tmp_path}")
+    pipeline.plan(shared, tmp_path / "run")
+    assert asked == [str(tmp_path / "run" / "store"), str(tmp_path / "store")]
+
+
 def test_a_plan_counts_what_is_asked(tmp_path):
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"tokens": [1, 2, 3], "prompt_len": 1}\n' * 5)
@@ -241,6 +251,8 @@ def test_a_plan_counts_what_is_asked(tmp_path):
     )
     assert asked["training"]["positions"] == 999
     assert asked["data"]["prompts at most"] == 5
+    with pytest.raises(UserError, match="needs up to .* smaller capture.dtype"):
+        plan("dflash", f"--config.data.num_synth_prompts={10**9}")
     both = plan("dspark", "--config.data.prompts=builtin")
     named = both["data"]["prompts at most"] - 256
     assert named == len(prompts.builtin_prompts())

@@ -11,9 +11,11 @@ anywhere, the same command continues; a finished training is not repeated.
 Time: two to three hours on two CPU cores, most of it training.
 
 Numbers (1,280 conversations of `configs/synthesise.py`, all but 223 of them GSM8K
-training questions; 125,927 answer tokens; a million positions each; eight prompts
-of each file, 80 tokens; two busy cores, so that no speed is given). Accept length,
-looping outputs apart; every greedy text equal to plain decoding:
+training questions; 125,927 answer tokens; 944 to 990 thousand positions each, counted
+before positions were exact; eight prompts of each file, 80 tokens; two busy cores, so
+that no speed is given; blocks of seven drafts for dflash, too, and a lookup that
+stopped at the anchor). Accept length, looping outputs apart; every greedy text equal
+to plain decoding:
 
                GSM8K test          self-instruct
               greedy    T=1        greedy    T=1

@@ -35,7 +35,9 @@ class Source:
       model: fingerprint of the target.
       drafter: hash of the drafter's weights.
       device: kind of the device (`jax.devices()[0].device_kind`).
-      sampling: regime of the measured requests, e.g. "greedy" (STS).
+      processor: name and number of cores of the processor beside it.
+      dtype: of the target's weights.
+      sampling: regime of the measured requests, e.g. "greedy".
       num_draft: M (cost tables; an STS file's is its length).
       ladder: the (R, T) programs, pairs (R, (T, ...)) (cost tables).
     """
@@ -43,6 +45,8 @@ class Source:
     model: str = ""
     drafter: str = ""
     device: str = ""
+    processor: str = ""
+    dtype: str = ""
     sampling: str = ""
     num_draft: int = 0
     ladder: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -51,9 +55,9 @@ class Source:
 def _compare(what: str, source: Source | None, wanted: dict, allow_unmarked: bool):
     """Refuses a file measured on something else (None is not compared)."""
     for name, value in wanted.items():
+        mine = getattr(source or Source(), name)
         if value is None:
             continue
-        mine = getattr(source, name) if source is not None else ()
         if not mine:
             if allow_unmarked:
                 continue
@@ -77,7 +81,7 @@ class STS:
       dataset: what it was fitted on (one file per sampling regime).
       num_samples: rounds it was fitted on.
       ece_before: expected calibration error of the survival per position, raw.
-      ece_after: the same with these temperatures.
+      ece_after: the same calibrated (ours: of rounds that were not fitted).
       source: what was measured, or None (a file of another program).
     """
 
@@ -102,22 +106,13 @@ class STS:
                     f"{len(given)} temperatures; give one per position, or none"
                 )
 
-    def check(
-        self,
-        length: int,
-        *,
-        model: str | None = None,
-        drafter: str | None = None,
-        device: str | None = None,
-        sampling: str | None = None,
-        allow_unmarked: bool = False,
-    ) -> STS:
+    def check(self, length: int, *, allow_unmarked: bool = False, **facts: Any) -> STS:
         """Itself, if it fits a proposal of `length` drafts and what is named.
 
         Args:
           length: M of this run.
-          model, drafter, device, sampling: compared unless None.
           allow_unmarked: accept a file that does not say (other programs').
+          facts: fields of `Source`; None is not compared.
 
         Raises:
           UserError: naming what differs.
@@ -127,13 +122,7 @@ class STS:
                 f"the STS file has {len(self.temperatures)} temperatures, but the "
                 f"proposal has {length} drafts; fit it for this length"
             )
-        wanted = {
-            "model": model,
-            "drafter": drafter,
-            "device": device,
-            "sampling": sampling,
-        }
-        _compare("STS file", self.source, wanted, allow_unmarked)
+        _compare("STS file", self.source, facts, allow_unmarked)
         return self
 
     def to_json(self) -> dict:
@@ -278,29 +267,41 @@ class CostTable:
             return None
         return float(np.interp(requests, self.plain_requests, self.plain_seconds))
 
-    def check(
-        self,
-        *,
-        model: str | None = None,
-        drafter: str | None = None,
-        device: str | None = None,
-        num_draft: int | None = None,
-        ladder: tuple | None = None,
-        allow_unmarked: bool = False,
-    ) -> CostTable:
-        """Itself, if it was measured on what is named (None: not compared).
+    def check(self, *, allow_unmarked: bool = False, **facts: Any) -> CostTable:
+        """Itself, if it was measured on what is named.
+
+        Args:
+          allow_unmarked: accept a table that does not say (other programs').
+          facts: fields of `Source`; None is not compared.
 
         Raises:
           UserError: naming what differs.
         """
-        wanted = {
-            "model": model,
-            "drafter": drafter,
-            "device": device,
-            "num_draft": num_draft,
-            "ladder": ladder,
-        }
-        _compare("cost table", self.source, wanted, allow_unmarked)
+        _compare("cost table", self.source, facts, allow_unmarked)
+        return self
+
+    def check_reach(self, ladder: tuple) -> CostTable:
+        """Itself, if its probes reach the largest program: it says nothing beyond.
+
+        Args:
+          ladder: the (R, T) programs, R ascending.
+
+        Raises:
+          UserError: naming the probes that end too early.
+        """
+        slots, rows = ladder[-1][0], ladder[-1][1][-1]
+        for name, most, unit in (
+            ("sample_batch_tokens", rows, "rows"),
+            ("m_probes", rows, "rows"),
+            ("bs_probes", slots, "requests"),
+            ("plain_requests", slots, "requests"),
+        ):
+            probes = getattr(self.cost, name, getattr(self, name, ()))
+            if probes and probes[-1] < most:
+                raise UserError(
+                    f"cost.{name}={list(probes)} ends before the {most} {unit} of the "
+                    "largest program; measure a table that reaches them"
+                )
         return self
 
     def to_json(self) -> dict:
@@ -432,7 +433,7 @@ def _source_of(data: Mapping, what: str) -> Source | None:
     if extras is None:
         return None
     where = f"{what}.{EXTRAS}"
-    names = ("model", "drafter", "device", "sampling")
+    names = ("model", "drafter", "device", "processor", "dtype", "sampling")
     return Source(
         **{name: json_fields.text(extras, where, name, "") for name in names},
         num_draft=json_fields.whole(extras, where, "num_draft", 0),

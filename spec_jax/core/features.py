@@ -48,8 +48,9 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
     last = num_layers - 2
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > last:
         raise UserError(
-            f"drafter.layer_ids={ids} must be ascending 0-based layer outputs between "
-            f"0 and {last} (the last layer, {num_layers - 1}, is never captured)"
+            f"drafter.options.layer_ids={ids} must be ascending 0-based layer outputs "
+            f"between 0 and {last} (the last layer, {num_layers - 1}, is never "
+            "captured)"
         )
 
 
@@ -125,17 +126,32 @@ TARGET_FIELDS = (
 def contract_from_json(text: str, where: str) -> Contract:
     """Reads a contract; `where` names the file in the error.
 
+    No default stands in for a field: what a file does not say, nobody compared.
+
     Raises:
       UserError: for a torn file, a missing or an unknown field.
     """
     try:
         fields = json.loads(text)
-        fields["layer_ids"] = tuple(fields["layer_ids"])
-        return Contract(**fields)
-    except (ValueError, TypeError, KeyError) as error:
+        if not isinstance(fields, dict):
+            raise TypeError("no json object")
+        layer_ids = tuple(fields.get("layer_ids", ()))
+    except (ValueError, TypeError) as error:
         raise UserError(
             f"{where} is not a readable contract ({error}); make the folder again"
         ) from error
+    known = {f.name for f in dataclasses.fields(Contract)}
+    for name in sorted(known - set(fields)):
+        raise UserError(
+            f"{where} lacks the contract's field {name}; make the folder again, or "
+            "write the value that it was made with"
+        )
+    for name in sorted(set(fields) - known):
+        raise UserError(
+            f"{where} has {name}={fields[name]!r}, which is no field of a contract; "
+            "read it with the version that made it, or make the folder again"
+        )
+    return Contract(**fields | {"layer_ids": layer_ids})
 
 
 def differences(ours: Contract, theirs: Contract, fields=None) -> list[str]:

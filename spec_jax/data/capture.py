@@ -27,10 +27,12 @@ from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema, check_layer_ids
 from spec_jax.data.samples import Sample, check_supervision
 from spec_jax.data.store import (
+    CAPTURED,
     Layout,
     StoredSample,
     StoreWriter,
     check_disk,
+    facts_of,
     open_store,
     plan_bytes,
 )
@@ -135,6 +137,15 @@ def capture(
         shard_tokens=max(sum(len(s.tokens) for s in shard) for shard in shards),
         num_shards=len(shards),
         made_from=_fingerprint(samples, batch, buckets, shard_samples),
+        origin=CAPTURED,
+        facts=facts_of(
+            {
+                "text (its sha256)": _digest(samples).hexdigest()[:12],
+                "capture.batch": batch,
+                "capture.shard_samples": shard_samples,
+                "padded lengths": buckets,
+            }
+        ),
     )
     params = target.params
     if jax.default_backend() == "cpu" and not is_apart(params):
@@ -267,11 +278,17 @@ def _fingerprint(
     samples: Sequence[Sample], batch: int, buckets: tuple[int, ...], shard_samples: int
 ) -> str:
     """sha256 of all that the stored bytes depend on, beside the contract."""
-    digest = hashlib.sha256(json.dumps([batch, buckets, shard_samples]).encode())
+    first = json.dumps([batch, buckets, shard_samples])
+    return _digest(samples, first).hexdigest()
+
+
+def _digest(samples: Sequence[Sample], first: str = ""):
+    """The sha256 of some words and then of the samples."""
+    digest = hashlib.sha256(first.encode())
     for sample in samples:
         row = [sample.prompt_len, sample.source, sample.looping, sample.tokens]
         digest.update(json.dumps(row).encode() + b"\n")
-    return digest.hexdigest()
+    return digest
 
 
 def _run_batch(
@@ -292,7 +309,7 @@ def _run_batch(
         tokens_BT[row, : len(sample.tokens)] = sample.tokens
         length_B[row] = len(sample.tokens)
     features, teacher, finite_B, low_BL, high_BL = jax.device_get(
-        _forward_rows(
+        forward_rows(
             target.spec,
             params,
             tokens_BT,
@@ -370,7 +387,7 @@ def check_finite(bad: Sequence[str], so_far: int, total: int, dtype: str) -> Non
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _forward_rows(spec, params, tokens_BT, length_B, layer_ids, with_teacher, dtype):
+def forward_rows(spec, params, tokens_BT, length_B, layer_ids, with_teacher, dtype):
     """Features in the stored dtype, and what the checks need to know of them.
 
     Returns:

@@ -30,6 +30,9 @@ from spec_jax.core.features import FeatureSchema
 from spec_jax.data.samples import MAX_SKIPPED, MIN_ANSWER, check_skipped
 from spec_jax.data.store import FeatureStore
 
+# What a recipe calls an option; the others stand in none.
+_SAID = {"batch_size": "train.batch", "seq_len": "train.seq_len"}
+
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
@@ -63,11 +66,10 @@ class PipelineOptions:
     def __post_init__(self):
         for name in ("batch_size", "seq_len", "num_threads", "prefetch"):
             if getattr(self, name) < 1:
-                raise UserError(f"data.{name}={getattr(self, name)} must be at least 1")
+                said = _SAID.get(name, name)
+                raise UserError(f"{said}={getattr(self, name)} must be at least 1")
         if self.num_epochs is not None and self.num_epochs < 1:
-            raise UserError(
-                f"data.num_epochs={self.num_epochs} must be at least 1, or None"
-            )
+            raise UserError(f"num_epochs={self.num_epochs} must be at least 1, or None")
 
 
 class Pipeline(Iterator[Batch]):
@@ -114,7 +116,7 @@ class Pipeline(Iterator[Batch]):
         self.kept, self.dropped = _select(store, options, indices)
         if options.batch_size % num_processes or not 0 <= process < num_processes:
             raise UserError(
-                f"data.batch_size={options.batch_size} must be a multiple of the "
+                f"train.batch={options.batch_size} must be a multiple of the "
                 f"{num_processes} processes, and process {process} one of them"
             )
         share = options.batch_size // num_processes
@@ -127,7 +129,7 @@ class Pipeline(Iterator[Batch]):
         )
         if len(self._order) == 0:
             raise UserError(
-                f"data.batch_size={options.batch_size} is more than the "
+                f"train.batch={options.batch_size} is more than the "
                 f"{len(self.kept) * (options.num_epochs or 1)} samples to be read; use "
                 "a smaller batch or more samples"
             )
@@ -251,7 +253,7 @@ def read_batch(
         if count > seq_len:
             raise UserError(
                 f"sample {index} ({store.samples[index].source}) has {count} tokens, "
-                f"more than data.seq_len={seq_len}; raise it or leave the sample out"
+                f"more than train.seq_len={seq_len}; raise it or leave the sample out"
             )
         dtype = sample["features"].dtype
         if features_BSLD is None:
@@ -280,10 +282,10 @@ def _select(
     chosen = range(len(store)) if indices is None else sorted({int(i) for i in indices})
     if len(chosen) and not 0 <= chosen[0] <= chosen[-1] < len(store):
         raise UserError(
-            f"data.indices lie in [{chosen[0]}, {chosen[-1]}], outside the store's "
+            f"indices lie in [{chosen[0]}, {chosen[-1]}], outside the store's "
             f"{len(store)} samples; choose among them"
         )
-    too_long = f"longer than data.seq_len={options.seq_len}"
+    too_long = f"longer than train.seq_len={options.seq_len}"
     too_few = f"fewer than {options.min_supervised} supervised tokens"
     kept, faults, looping = [], collections.Counter(), 0
     for index in chosen:

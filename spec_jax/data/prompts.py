@@ -64,7 +64,7 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
     except FileNotFoundError as error:
         raise UserError(
             f"data.prompts={path!r} is not there; name an existing .jsonl or .jsonl.gz "
-            "file, or leave the field empty for the built-in prompts"
+            f"file, or {BUILTIN!r} for the list that comes with the package"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(
@@ -149,7 +149,7 @@ def render_prompt(
 
 def _parse(content: bytes, name: str, limit: int | None) -> list[Prompt]:
     if limit is not None and limit < 1:
-        raise UserError(f"data.limit={limit} must be at least 1, or None for all")
+        raise UserError(f"limit={limit} must be at least 1, or None for all")
     prompts: list[Prompt] = []
     for number, line in enumerate(content.split(b"\n"), 1):
         if limit is not None and len(prompts) == limit:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,16 @@ from spec_jax.data.capture import (
     stored_sample,
 )
 from spec_jax.data.samples import Sample
-from spec_jax.data.store import Layout, StoredSample, StoreWriter
+from spec_jax.data.store import (
+    GENERATED,
+    Layout,
+    StoredSample,
+    StoreWriter,
+    check_disk,
+    facts_of,
+    look_into,
+    plan_bytes,
+)
 from spec_jax.target.loading import Target
 
 
@@ -38,8 +47,12 @@ def open_recording(
     num_shards: int,
     shard_tokens: int,
     made_from: Any,
-) -> StoreWriter:
+    facts: Mapping[str, Any] | None = None,
+) -> StoreWriter | None:
     """Creates the store of a text to be generated, or opens it to go on.
+
+    None is returned, and nothing is touched, where the store that is there was
+    captured from a text: `capture` continues it.
 
     Args:
       target: the frozen target that generates.
@@ -50,16 +63,40 @@ def open_recording(
       num_shards: groups of prompts.
       shard_tokens: the most tokens that a group can have.
       made_from: what decides the text and what is kept of it, as JSON holds it.
+      facts: values of it by the names that a person sets them by.
 
     Raises:
-      UserError: the contract does not describe this target, or another store is
-        there.
+      UserError: the contract does not describe this target; another store is
+        there; or the disk has no room for the groups that are missing.
     """
     check_contract(target, schema, contract)
     text = json.dumps(["generated", made_from], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    layout = Layout(schema, dtype, shard_tokens, num_shards, digest)
+    layout = Layout(
+        schema,
+        dtype,
+        shard_tokens,
+        num_shards,
+        digest,
+        GENERATED,
+        facts_of(facts or {}),
+    )
+    there = look_into(path)
+    if there is not None and not _is_generated(there[0], digest):
+        return None
+    missing = num_shards - (there[1] if there else 0)
+    check_disk(path, plan_bytes(missing * shard_tokens, schema, dtype))
     return StoreWriter(path, contract, layout)
+
+
+def _is_generated(there: Layout, digest: str) -> bool:
+    """Whether a store holds features that were kept while its text was generated.
+
+    A store of before does not say; what it was made from does.
+    """
+    if there.origin:
+        return there.origin == GENERATED
+    return there.made_from == digest
 
 
 def write_recorded(

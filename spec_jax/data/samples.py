@@ -16,11 +16,13 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from spec_jax.core.errors import UserError
+from spec_jax.data import sample_rows
 from spec_jax.data.files import write_atomically
 
 # Above this share of skipped samples the corpus is not what it is meant to be.
@@ -238,37 +240,30 @@ def read_file(path: str, vocab_size: int) -> list[Sample]:
       vocab_size: V of the target that is said to have made them.
 
     Raises:
-      UserError: no such file, a row without those fields, or an id outside V.
+      UserError: no such file or a torn one, a row without those fields or with
+        another kind of them, no prompt or no answer in a row, or an id outside V.
     """
     opener = gzip.open if path.endswith(".gz") else open
-    found = []
+    named = f"data.samples={path!r}"
     try:
         with opener(path, "rb") as file:
             lines = file.read().split(b"\n")
-        for number, line in enumerate(lines):
-            if not line:
-                continue
-            row = json.loads(line)
-            tokens = row["tokens"] if "tokens" in row else row["token_ids"]
-            length = row["prompt_len"]
-            found.append(
-                make_sample(
-                    tokens[:length],
-                    tokens[length:],
-                    str(row.get("source", f"{os.path.basename(path)}:{number}")),
-                    float(row.get("temperature", 0.0)),
-                    str(row.get("target_fingerprint", "")),
-                )
-            )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(
-            f"data.samples={path!r} cannot be read ({type(error).__name__}: {error}); "
-            "each line needs tokens and prompt_len"
+            f"{named} cannot be read ({type(error).__name__}: {error}); name an "
+            "existing .jsonl or .jsonl.gz file, or restore it"
         ) from error
+    name = os.path.basename(path)
+    rows = [
+        sample_rows.fields_of(line, f"{named}, line {number + 1}", f"{name}:{number}")
+        for number, line in enumerate(lines)
+        if line
+    ]
+    found = [make_sample(**row) for row in rows]
     top = max((t for s in found for t in s.tokens), default=-1)
     if not found or top >= vocab_size:
         raise UserError(
-            f"data.samples={path!r} holds {len(found)} samples with ids up to {top}; "
+            f"{named} holds {len(found)} samples with ids up to {top}; "
             f"the target has {vocab_size} tokens"
         )
     return found

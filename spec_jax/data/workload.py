@@ -9,6 +9,8 @@ JSON lines, split on "\\n" only. A line is one request:
     temperature, top_k, top_p, min_p, max_new_tokens
                  sampling settings; absent ones are the recipe's
     stop         text, or list of texts, that end the answer
+    stop_ids     list of token ids that end it beside the target's own
+    ignore_eos   true goes on past the target's own end ids
     presence_penalty, frequency_penalty, repetition_penalty
                  of tokens said before
     logit_bias   object: token id -> bias
@@ -42,6 +44,8 @@ SETTINGS: dict[str, type] = {
     "top_p": float,
     "min_p": float,
     "max_new_tokens": int,
+    "stop_ids": list,
+    "ignore_eos": bool,
     "presence_penalty": float,
     "frequency_penalty": float,
     "repetition_penalty": float,
@@ -58,6 +62,7 @@ _WORDS = {
     int: "a whole number",
     bool: "true or false",
     dict: "an object of token ids and biases",
+    list: "a list of token ids",
 }
 
 
@@ -168,10 +173,13 @@ def _typed(row: dict, field: str, kind: type, source: str) -> Any:
     value = row[field]
     if kind is float and type(value) in (int, float):
         return float(value)
-    if type(value) is not kind:
+    is_list = kind is list and isinstance(value, list)
+    if type(value) is not kind or (is_list and any(type(i) is not int for i in value)):
         raise UserError(
             f"workload: line {source}, {field}={value!r} must be {_WORDS[kind]}"
         )
+    if kind is list:
+        return tuple(value)
     return _biases(value, source) if kind is dict else value
 
 

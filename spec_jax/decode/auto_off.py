@@ -38,16 +38,16 @@ class AutoOff:
     def __post_init__(self):
         if self.min_accept_length < 0:
             raise UserError(
-                f"serve.auto_off.min_accept_length={self.min_accept_length} must be 0 "
+                f"auto_off.min_accept_length={self.min_accept_length} must be 0 "
                 "(never) or positive"
             )
         if self.rounds < 1:
-            raise UserError(f"serve.auto_off.rounds={self.rounds} must be at least 1")
+            raise UserError(f"auto_off.rounds={self.rounds} must be at least 1")
         for name in ("max_active", "max_context"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UserError(
-                    f"serve.auto_off.{name}={value} must be None (never) or at least 0"
+                    f"auto_off.{name}={value} must be None (never) or at least 0"
                 )
 
 

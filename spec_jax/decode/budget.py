@@ -42,7 +42,10 @@ class BudgetOptions:
         as padding otherwise.
       may_stop: not drafting at all is a choice (where its time is known).
       probe_every: rounds without drafts after which drafting is tried again.
-      lag: rounds between confidence and the budget made from it.
+      lag: rounds between confidence and the budget made from it. An engine has read
+        the round two before when it plans one, so that from 2 on nothing is late;
+        at 1 the round before is still running, and each round whose confidence has
+        not arrived verifies full windows.
       extra_lag: more of them.
       newcomers: what a request of which nothing is known counts: "optimistic", 1
         everywhere, which makes room to explore (article 8.1), or "mean", what known
@@ -67,12 +70,12 @@ class BudgetOptions:
     def __post_init__(self):
         if self.newcomers not in (OPTIMISTIC, MEAN):
             raise UserError(
-                f"serve.newcomers={self.newcomers!r} must be {OPTIMISTIC!r} or {MEAN!r}"
+                f"plan.newcomers={self.newcomers!r} must be {OPTIMISTIC!r} or {MEAN!r}"
             )
         for name, least in (("probe_every", 1), ("lag", 1), ("extra_lag", 0)):
             if getattr(self, name) < least:
                 raise UserError(
-                    f"serve.{name}={getattr(self, name)} must be at least {least}"
+                    f"plan.{name}={getattr(self, name)} must be at least {least}"
                 )
 
 
@@ -200,7 +203,9 @@ class Counts:
       decisions: rounds decided.
       no_budget: of them without any history (the first rounds), or none but what
         is too old; where newcomers count the mean, it alone was planned with.
-      not_ready: of them whose entry had not arrived.
+      not_ready: of them whose entry had not arrived: full windows were verified.
+        Always 0 in an engine with a lag of 2 or more, where it says nothing of how
+        fast the host is (see `BudgetOptions.lag`).
       aged: of them planned with a history older than the lag: the round it should
         have come from did not draft.
       slots: planned requests in rounds that had a history.

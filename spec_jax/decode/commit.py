@@ -41,11 +41,18 @@ def commit(
     draft = state.draft
     if drafter is not None:
         following_BW = jnp.where(done.tokens_BW >= 0, done.tokens_BW, 0)
+
+        def committed(rows_BTX):
+            """Rows that become history; the others may hold anything, NaN included."""
+            is_kept_BT = jnp.arange(rows_BTX.shape[1]) < done.commit_len_B[:, None]
+            shape = is_kept_BT.shape + (1,) * (rows_BTX.ndim - 2)
+            return jnp.where(is_kept_BT.reshape(shape), rows_BTX, 0)
+
         rows = Rows(
             tokens_BT=outcome.along_path(path_BX, layout.tokens_BW),
             next_tokens_BT=following_BW,
-            features_BTLD=outcome.along_path(path_BX, output.features_BTLD),
-            hidden_BTD=outcome.along_path(path_BX, output.hidden_BTD),
+            features_BTLD=committed(outcome.along_path(path_BX, output.features_BTLD)),
+            hidden_BTD=committed(outcome.along_path(path_BX, output.hidden_BTD)),
             start_B=slots.length_B,
             length_B=done.commit_len_B,
         )

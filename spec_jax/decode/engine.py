@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 from spec_jax.core.errors import UserError
-from spec_jax.decode import auto_off, budget, programs
+from spec_jax.decode import auto_off, budget, memory, programs
 from spec_jax.decode.budget import Choice, Planner
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job, Made, RoundRecord, book, of_prefill, of_round
@@ -76,17 +77,21 @@ class Engine:
         Raises:
           UserError: the allocation cannot hold a prompt and a round, or the
             drafter cannot propose the round's topology, or rows are to be
-            recorded beside a drafter's own state.
+            recorded beside a drafter's own state, or the device states a limit that
+            weights, state and programs exceed.
         """
         keeper = drafter
         if options.record is not None:
             if drafter is not None:
                 raise UserError(
-                    f"serve.record={options.record} is for plain decoding and "
+                    f"EngineOptions.record={options.record} is for plain decoding and "
                     f"drafter.name={drafter.name!r} drafts; leave one of them out"
                 )
             keeper = make_recorder(options.record)
             weights = dataclasses.replace(weights, draft={}, frozen=())
+        elif drafter is not None and weights.frozen is not None:
+            lent = weights.frozen.replace(num_ids=options.num_ids)
+            weights = dataclasses.replace(weights, frozen=lent)
         self.spec, self.weights, self.options = spec, weights, options
         self.drafter, self.mask_id = drafter, mask_id
         self.tokenizer = tokenizer
@@ -135,12 +140,20 @@ class Engine:
         self.table = SlotTable.of(options.slots)
         self._pending: collections.deque = collections.deque()
         self._next_handle = 0
-        self.state = programs.fresh_state(
-            spec, keeper, options, weights.target["params"]["embed"].dtype
+        make_state = functools.partial(
+            programs.fresh_state,
+            spec,
+            keeper,
+            options,
+            weights.target["params"]["embed"].dtype,
         )
+        shapes = jax.eval_shape(make_state)
         self._programs = programs.compile_programs(
-            spec, keeper, options, self.ladder, weights, self.state
+            spec, keeper, options, self.ladder, weights, shapes
         )
+        self.memory = memory.plan_memory(weights, shapes, self._programs)
+        memory.check_memory(self.memory, options.slots, options.max_context)
+        self.state = make_state()
 
     def fetch(self, tree):
         """The one door through which the host reads the device."""
@@ -407,6 +420,7 @@ class Engine:
             "queued": self.table.waiting,
             "running": len(self.table.running),
             "planner": dataclasses.asdict(self.planner.counts),
+            "memory": self.memory.as_metrics(),
         }
 
     def step(self, on_tokens: Callable | None = None) -> list:

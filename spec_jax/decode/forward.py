@@ -11,7 +11,6 @@ from flax import struct
 from spec_jax.core import verify_layout
 from spec_jax.core.verify_layout import VerifyLayout
 from spec_jax.decode.state import DecodeState
-from spec_jax.drafters.base import Frozen
 from spec_jax.target import model
 from spec_jax.target.spec import TargetSpec
 
@@ -23,17 +22,22 @@ class Weights:
     Attributes:
       target: target parameters.
       draft: drafter parameters (None without a drafter).
-      frozen: what the drafter borrows from the target (None without one).
+      frozen: what the drafter borrows from the target, a `Frozen` (None without one).
     """
 
     target: Any
     draft: Any = None
-    frozen: Frozen | None = None
+    frozen: Any = None
 
 
-def stored(output: model.TargetOutput):
-    """Requests `[B]` whose rows the forward wrote: all of them finite."""
-    return jnp.isfinite(output.hidden_BTD).all((1, 2))
+def stored(output: model.TargetOutput, count_B):
+    """Requests `[B]` whose first `count_B` rows the forward wrote: all of them finite.
+
+    Rows behind them (padding, drafts outside the plan) run too, and may be anything.
+    """
+    finite_BT = jnp.isfinite(output.hidden_BTD).all(-1)
+    is_used_BT = jnp.arange(finite_BT.shape[1]) < count_B[:, None]
+    return (finite_BT | ~is_used_BT).all(1)
 
 
 def target_logits(weights: Weights, hidden_XD, num_ids: int = 0):

@@ -71,12 +71,14 @@ class EngineOptions:
                 f"serve.prefill_buckets={buckets} must be ascending positive lengths"
             )
         if self.num_ids < 0:
-            raise UserError(f"serve.num_ids={self.num_ids} must be 0 (all) or positive")
+            raise UserError(
+                f"EngineOptions.num_ids={self.num_ids} must be 0 (all) or positive"
+            )
         most = NUM_TOP_LOGPROBS
         if self.logprobs is not None and not 0 <= self.logprobs <= most:
             raise UserError(
-                f"serve.logprobs={self.logprobs} must be None (off) or at least 0, at "
-                f"most {most}"
+                f"EngineOptions.logprobs={self.logprobs} must be None (off) or at "
+                f"least 0, at most {most}"
             )
 
 
@@ -98,7 +100,7 @@ def emitted_ids(options: EngineOptions, spec: TargetSpec) -> int:
     """
     if options.num_ids > spec.vocab_size:
         raise UserError(
-            f"serve.num_ids={options.num_ids} is more than the target's "
+            f"EngineOptions.num_ids={options.num_ids} is more than the target's "
             f"{spec.vocab_size} tokens; this tokenizer is another model's"
         )
     return options.num_ids or spec.vocab_size

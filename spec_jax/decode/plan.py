@@ -55,20 +55,18 @@ class PlanOptions:
 
     def __post_init__(self):
         if self.mode not in MODES:
-            raise UserError(f"serve.mode={self.mode!r} must be one of {MODES}")
+            raise UserError(f"mode={self.mode!r} must be one of {MODES}")
         if not 0 <= self.survival_eps < 1:
-            raise UserError(
-                f"serve.survival_eps={self.survival_eps} must lie in [0, 1)"
-            )
+            raise UserError(f"plan.survival_eps={self.survival_eps} must lie in [0, 1)")
         if self.min_verify_len < 1:
             raise UserError(
-                f"serve.min_verify_len={self.min_verify_len} must be at least 1, the "
+                f"plan.min_verify_len={self.min_verify_len} must be at least 1, the "
                 "anchor"
             )
         if self.max_verify_len and self.max_verify_len < self.min_verify_len:
             raise UserError(
-                f"serve.max_verify_len={self.max_verify_len} is below min_verify_len="
-                f"{self.min_verify_len}; 0 is the whole window"
+                f"plan.max_verify_len={self.max_verify_len} is below "
+                f"plan.min_verify_len={self.min_verify_len}; 0 is the whole window"
             )
         if any(not t > 0 for t in self.temperatures):
             raise UserError(f"sts.temperatures={self.temperatures} must be positive")
@@ -101,15 +99,15 @@ def confidence_logit(proposal: Proposal):
     """
     if proposal.parents_BW is not None:
         raise UserError(
-            "serve.mode must be 'static' for a tree: its nodes have no confidence to "
-            "plan with"
+            "mode must be 'static' for a tree: its nodes have no confidence to plan "
+            "with"
         )
     if proposal.confidence_logit_BM is not None:
         return proposal.confidence_logit_BM.astype(jnp.float32)
     if proposal.law.is_certain:
         raise UserError(
-            "serve.mode must be 'static' for this drafter: its drafts are looked up, "
-            "with no confidence to plan with"
+            "mode must be 'static' for this drafter: its drafts are looked up, with "
+            "no confidence to plan with"
         )
     logits_BMU = proposal.law.logits_BTV.astype(jnp.float32)
     first_BM, top_BM = transform.argmax(logits_BMU)
@@ -257,7 +255,7 @@ def windows(
         logit_BM = confidence_logit(proposal) if options.collect else None
         return static_window(slots, proposal), Seen(logit_BM=logit_BM)
     if budget is None:
-        raise ValueError(f"budget must be given: serve.mode={options.mode!r} needs K")
+        raise ValueError(f"budget must be given: mode={options.mode!r} needs K")
     logit_BM = confidence_logit(proposal)
     survival_BM = survival(logit_BM, options.temperatures)
     verify_len_B = planned_window(slots, survival_BM, budget, options, rows)

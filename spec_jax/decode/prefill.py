@@ -150,11 +150,12 @@ def prefill_step(
         part = _take_slot(draft, chunk.slot)
         part = drafter.prefill(weights.draft, weights.frozen, part, rows)
         draft = _put_slot(draft, part, chunk.slot)
-    # A chunk that was not finite kept no rows and left the length behind, so
+    # A chunk that was not finite left the length behind, so
     # the chunks after it, and the request, are bad too.
     held = jax.lax.dynamic_index_in_dim(state.slots.length_B, chunk.slot, 0, False)
     gap = (chunk.start > 0) & (held != chunk.start)
-    bad_B = ~transform.finite_rows(logits_BTV)[:, 0] | ~stored(output) | gap
+    stored_B = stored(output, chunk.count[None])
+    bad_B = ~transform.finite_rows(logits_BTV)[:, 0] | ~stored_B | gap
     stopped_B = (first_B[:, None] == request.stop_ids_BX).any(1) & ~chunk.known
     drawn_B = jnp.where(chunk.known, 0, 1)[None]
     finished_B = stopped_B | (request.remaining_B <= drawn_B) | bad_B

@@ -72,6 +72,14 @@ def compile_programs(
 ) -> dict:
     """Compiles everything an engine will run, ahead of its first request.
 
+    Args:
+      spec: target sizes.
+      drafter: or None.
+      options: of the engine.
+      ladder: its (R, T).
+      weights: parameters.
+      state: what `fresh_state` makes, or its shapes.
+
     Returns:
       ("plain", R), ("round", R, T), a prefill bucket's length, "switch" or "rows" ->
       the compiled program. All take (weights, state, ...) and consume the state;
@@ -146,8 +154,8 @@ def compile_programs(
     )
     if options.record is not None:
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        rows = jax.jit(recorder.rows_of).lower(abstract[1].draft, slot)
-        programs["rows"] = rows.compile()
+        kept = jax.jit(recorder.rows_of).lower(abstract[1].draft, slot)
+        programs["rows"] = kept.compile()
     return programs
 
 

@@ -69,7 +69,7 @@ class Relay:
           UserError: a lag below 1.
         """
         if lag < 1:
-            raise UserError(f"serve.relay_lag={lag} must be at least 1")
+            raise UserError(f"plan.lag={lag} must be at least 1")
         self.lag, self.wait = lag, wait
         self._ring: list[_Entry | None] = [None] * (lag + 1)
         self.not_ready = self.reads = 0

@@ -379,7 +379,7 @@ def check_features(settings: Settings, offer: Offer) -> None:
         )
         raise UserError(
             f"{name}={getattr(settings, name)} needs an engine built with "
-            "serve.penalties=True; build it so, or leave the field out"
+            "EngineOptions.penalties=True; build it so, or leave the field out"
         )
     bad = [t for t, _ in settings.logit_bias if not 0 <= t < offer.vocab_size]
     if bad:
@@ -397,7 +397,7 @@ def check_features(settings: Settings, offer: Offer) -> None:
     ):
         raise UserError(
             f"logprobs with top_logprobs={settings.top_logprobs} needs an engine built "
-            f"with serve.logprobs of at least that; it has {offer.logprobs}"
+            f"with EngineOptions.logprobs of at least that; it has {offer.logprobs}"
         )
     if settings.stop and not offer.text:
         raise UserError(
@@ -407,7 +407,7 @@ def check_features(settings: Settings, offer: Offer) -> None:
     if settings.features and not offer.features:
         raise UserError(
             "features=True needs an engine that records rows; build it without a "
-            "drafter and with serve.record, or leave the field out"
+            "drafter and with EngineOptions.record, or leave the field out"
         )
     asked = settings.num_draft
     if asked is None or not settings.speculate:

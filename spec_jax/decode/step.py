@@ -111,7 +111,8 @@ def round_step(
     logits_BWV, output = forward.target_rows(
         spec, weights, state, layout, taps, rows, options.num_ids
     )
-    verdict = verify.accept(logits_BWV, forward.stored(output), slots, proposal, layout)
+    stored_B = forward.stored(output, layout.verify_len_B)
+    verdict = verify.accept(logits_BWV, stored_B, slots, proposal, layout)
     state, result = commit.commit(
         drafter, weights, state, layout, proposal, verdict, output
     )

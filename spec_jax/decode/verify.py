@@ -242,8 +242,8 @@ def judge_tree(
 def accept(logits_BWV, stored_B, slots, proposal: Proposal, layout: VerifyLayout):
     """The verdict of a chain or a tree under each request's settings.
 
-    `stored_B` is false where the forward kept no rows (see `TargetOutput`):
-    such a request ends with an error, whichever row was not finite.
+    `stored_B` is false where a row of the plan was not finite (see
+    `forward.stored`): such a request ends with an error, whichever row it was.
     """
     num_draft = proposal.tokens_BM.shape[1]
     past = None

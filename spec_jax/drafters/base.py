@@ -30,12 +30,16 @@ class Frozen:
       target_ids_U: None for the full vocabulary, else the id of each column.
       full_head_DV: the whole LM head where the vocabulary is reduced: objectives
         may ask for the mass it lost. No drafter reads it.
+      num_ids: ids that may be drafted lie below it, where the vocabulary is padded
+        beyond the tokenizer (`decode.forward.target_logits`); 0: all. An engine
+        sets it; training reads rows, not served logits, and leaves it.
     """
 
     embed_VD: jnp.ndarray  # [V, D]
     head_DU: jnp.ndarray  # [D, U]
     target_ids_U: jnp.ndarray | None = None  # [U]
     full_head_DV: jnp.ndarray | None = None  # [D, V]
+    num_ids: int = struct.field(pytree_node=False, default=0)
 
 
 @struct.dataclass

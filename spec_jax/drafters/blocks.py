@@ -111,32 +111,33 @@ def resolve(options: OptionsT, target: TargetSpec) -> OptionsT:
     for name in ("num_layers", "num_draft", "num_anchors", "num_heads", "num_kv_heads"):
         if getattr(options, name) < 1:
             raise UserError(
-                f"drafter.{name}={getattr(options, name)} must be at least 1"
+                f"drafter.options.{name}={getattr(options, name)} must be at least 1"
             )
     if options.num_heads % options.num_kv_heads:
         raise UserError(
-            f"drafter.num_heads={options.num_heads} must be a multiple of "
+            f"drafter.options.num_heads={options.num_heads} must be a multiple of "
             f"num_kv_heads={options.num_kv_heads}"
         )
     if options.head_dim < 2 or options.head_dim % 2:
         raise UserError(
-            f"drafter.head_dim={options.head_dim} must be even and positive (rotary)"
+            f"drafter.options.head_dim={options.head_dim} must be even and positive "
+            "(rotary)"
         )
     if not 0 <= options.mask_id < target.vocab_size:
         raise UserError(
-            f"drafter.mask_id={options.mask_id} must name a token of the target, 0 to "
-            f"{target.vocab_size - 1}; choose one that text never contains"
+            f"drafter.options.mask_id={options.mask_id} must name a token of the "
+            f"target, 0 to {target.vocab_size - 1}; choose one that text never contains"
         )
     kinds = options.layer_types
     if len(kinds) != options.num_layers or set(kinds) - {FULL, SLIDING}:
         raise UserError(
-            f"drafter.layer_types={kinds} must name {FULL!r} or {SLIDING!r} for each "
-            f"of the {options.num_layers} layers"
+            f"drafter.options.layer_types={kinds} must name {FULL!r} or {SLIDING!r} "
+            f"for each of the {options.num_layers} layers"
         )
     if SLIDING in kinds and (options.sliding_window or 0) < 1:
         raise UserError(
-            f"drafter.sliding_window={options.sliding_window} must be at least 1 when "
-            f"layer_types has {SLIDING!r}"
+            f"drafter.options.sliding_window={options.sliding_window} must be at "
+            f"least 1 when layer_types has {SLIDING!r}"
         )
     return options
 
@@ -149,7 +150,7 @@ def vocabulary_size(size: int, target: TargetSpec) -> int:
     """
     if not 0 <= size <= target.vocab_size:
         raise UserError(
-            f"drafter.draft_vocab_size={size} must lie between 0 (all) and the "
+            f"drafter.options.draft_vocab_size={size} must lie between 0 (all) and the "
             f"target's {target.vocab_size} tokens"
         )
     return size or target.vocab_size
@@ -290,8 +291,19 @@ def draft_rows(
 
 
 def head_logits(frozen: Frozen, hidden_XD):
-    """float32 logits `[..., U]` of post-norm rows."""
-    return jnp.matmul(hidden_XD, frozen.head_DU, preferred_element_type=jnp.float32)
+    """float32 logits `[..., U]` of post-norm rows, as they are served."""
+    logits_XU = jnp.matmul(
+        hidden_XD, frozen.head_DU, preferred_element_type=jnp.float32
+    )
+    return without_padding(frozen, logits_XU)
+
+
+def without_padding(frozen: Frozen, logits_XU):
+    """-inf in columns whose ids only pad the vocabulary: nothing would accept them."""
+    if frozen.num_ids in (0, frozen.embed_VD.shape[0]):
+        return logits_XU
+    ids_U = target_tokens(frozen, jnp.arange(logits_XU.shape[-1]))
+    return jnp.where(ids_U < frozen.num_ids, logits_XU, -jnp.inf)
 
 
 def target_tokens(frozen: Frozen, columns_X):

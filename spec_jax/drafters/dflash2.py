@@ -67,22 +67,23 @@ def resolve(options: Options, target: TargetSpec) -> Options:
     for name in ("conv_kernel_size", "selector_rank", "selector_top_k"):
         if getattr(options, name) < 1:
             raise UserError(
-                f"drafter.{name}={getattr(options, name)} must be at least 1"
+                f"drafter.options.{name}={getattr(options, name)} must be at least 1"
             )
     group = options.conv_group_size
     if group < 1 or target.hidden_size % group:
         raise UserError(
-            f"drafter.conv_group_size={group} must divide the target's width, "
+            f"drafter.options.conv_group_size={group} must divide the target's width, "
             f"{target.hidden_size}"
         )
     if not options.output_multiplier > 0:
         raise UserError(
-            f"drafter.output_multiplier={options.output_multiplier} must be above 0"
+            f"drafter.options.output_multiplier={options.output_multiplier} must be "
+            "above 0"
         )
     if not options.final_logit_softcapping >= 0:
         raise UserError(
-            f"drafter.final_logit_softcapping={options.final_logit_softcapping} must "
-            "be above 0, or 0 for off"
+            "drafter.options.final_logit_softcapping="
+            f"{options.final_logit_softcapping} must be above 0, or 0 for off"
         )
     return dataclasses.replace(
         blocks.resolve(options, target),
@@ -125,7 +126,9 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
     def unary_logits(frozen: Frozen, hidden_BMD):
         logits_BMU = blocks.head_logits(frozen, hidden_BMD) * options.output_multiplier
         cap = options.final_logit_softcapping
-        return cap * jnp.tanh(logits_BMU / cap) if cap else logits_BMU
+        if cap:  # which would lift -inf to -cap
+            logits_BMU = cap * jnp.tanh(logits_BMU / cap)
+        return blocks.without_padding(frozen, logits_BMU)
 
     def walk(frozen: Frozen, weights, hidden_BMD, unary_BMU, anchor_B, draw):
         """Candidate index `[B, M]` and law of each row, left to right."""
@@ -185,8 +188,9 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
         """
         if options.final_logit_softcapping:
             raise UserError(
-                f"drafter.final_logit_softcapping={options.final_logit_softcapping} "
-                "is for serving drafters trained elsewhere; train with 0"
+                "drafter.options.final_logit_softcapping="
+                f"{options.final_logit_softcapping} is for serving drafters "
+                "trained elsewhere; train with 0"
             )
         weights = params["params"]
         rows = blocks.train_rows(

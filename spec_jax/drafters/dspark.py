@@ -61,13 +61,13 @@ def resolve(options: Options, target: TargetSpec) -> Options:
     """
     if options.markov_rank < 1:
         raise UserError(
-            f"drafter.markov_rank={options.markov_rank} must be at least 1; "
+            f"drafter.options.markov_rank={options.markov_rank} must be at least 1; "
             "without a Markov head take the drafter 'dflash'"
         )
     if options.markov_head_type not in markov.KINDS:
         raise UserError(
-            f"drafter.markov_head_type={options.markov_head_type!r} must be one of "
-            f"{', '.join(markov.KINDS)}"
+            f"drafter.options.markov_head_type={options.markov_head_type!r} must be "
+            f"one of {', '.join(markov.KINDS)}"
         )
     return dataclasses.replace(
         blocks.resolve(options, target),

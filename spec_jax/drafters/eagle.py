@@ -106,7 +106,8 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
     options = feedback.resolve(options, target_spec)
     if not options.feature_noise >= 0:
         raise UserError(
-            f"drafter.feature_noise={options.feature_noise} must not be negative"
+            f"drafter.options.feature_noise={options.feature_noise} must not be "
+            "negative"
         )
     size_d = target_spec.hidden_size
     cell = feedback.Cell(

@@ -102,8 +102,8 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
     options = feedback.resolve(options, target_spec, positive=("ttt_length",))
     if not 1 <= options.draft_vocab_size <= vocab:
         raise UserError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size} must be at most the "
-            f"target's {vocab} tokens (0: all of them)"
+            f"drafter.options.draft_vocab_size={options.draft_vocab_size} must be at "
+            f"most the target's {vocab} tokens (0: all of them)"
         )
     size_d, eps = target_spec.hidden_size, options.norm_eps
 

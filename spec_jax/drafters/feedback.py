@@ -129,16 +129,17 @@ def resolve(options: OptionsT, target: TargetSpec, positive=()) -> OptionsT:
     for name in counts:
         if getattr(options, name) < 1:
             raise UserError(
-                f"drafter.{name}={getattr(options, name)} must be at least 1"
+                f"drafter.options.{name}={getattr(options, name)} must be at least 1"
             )
     if options.num_heads % options.num_kv_heads:
         raise UserError(
-            f"drafter.num_heads={options.num_heads} must be a multiple of "
+            f"drafter.options.num_heads={options.num_heads} must be a multiple of "
             f"num_kv_heads={options.num_kv_heads}"
         )
     if options.head_dim < 2 or options.head_dim % 2:
         raise UserError(
-            f"drafter.head_dim={options.head_dim} must be even and positive (rotary)"
+            f"drafter.options.head_dim={options.head_dim} must be even and positive "
+            "(rotary)"
         )
     return options
 
@@ -257,9 +258,10 @@ def propose(
     head_DU = cell.head(weights, frozen)
 
     def logits(x_BKD):
-        return jnp.matmul(
+        logits_BKU = jnp.matmul(
             cell.readout(weights, x_BKD), head_DU, preferred_element_type=jnp.float32
         )
+        return blocks.without_padding(frozen, logits_BKU)
 
     def step(past: _Round, ids_BK, parent_BK, seen_BKR, level: int):
         """Runs one level of drafts (`sampling.trees.Step`)."""

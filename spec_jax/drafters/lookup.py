@@ -2,9 +2,10 @@
 
 No parameters and no features. The state is the request's own tokens; a proposal
 finds the longest n-gram that ends the text (history and anchor) and occurs
-earlier, takes its latest occurrence, and proposes what followed it there. All
-on the device, with static shapes; the cost is a few comparisons of the
-allocation.
+earlier, takes its latest occurrence, and proposes what followed it there. Where
+that runs into the anchor, it goes on as if the text repeated itself: with the
+token after the occurrence again. All on the device, with static shapes; the cost
+is a few comparisons of the allocation.
 
 History never holds the anchor: the anchor's row has not run yet, so it arrives
 as an argument.
@@ -74,6 +75,21 @@ def latest_match(tokens_BA, anchor_B, length_B, ngram_max: int):
     return jnp.where(best_BA, at_A, -1).max(1), size_B
 
 
+def followers(layout: BlockLayout, end_B, length_B):
+    """Positions `[B, M]` whose tokens are proposed after an occurrence.
+
+    The text has period `length - end` from the occurrence on: what follows `end`
+    up to the anchor (at `length`) comes again, and again.
+
+    Args:
+      layout: rows of a block.
+      end_B: position of the occurrence's last token, below `length_B`.
+      length_B: tokens of history: the anchor's position.
+    """
+    first_B1 = label_positions(layout, end_B)[:, :1]
+    return first_B1 + jnp.arange(layout.num_draft) % (length_B - end_B)[:, None]
+
+
 def make(options: Options, target_spec: TargetSpec) -> Drafter:
     """Binds a lookup drafter to a target.
 
@@ -82,7 +98,7 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
     """
     if not 1 <= options.ngram_min <= options.ngram_max:
         raise UserError(
-            f"drafter.ngram_min={options.ngram_min} must lie between 1 and "
+            f"drafter.options.ngram_min={options.ngram_min} must lie between 1 and "
             f"ngram_max={options.ngram_max}"
         )
     layout = BlockLayout(options.num_draft, anchor_predicts=True)
@@ -106,20 +122,19 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
         del params, frozen, draw, topology  # nothing is drawn: q is one-hot
         tokens_BA = state[0]
         end_B, size_B = latest_match(tokens_BA, anchor_B, length_B, options.ngram_max)
-        at_BM = label_positions(layout, end_B)
-        found_B = size_B >= options.ngram_min
-        real_BM = found_B[:, None] & (at_BM <= length_B[:, None])
+        at_BM = followers(layout, end_B, length_B)
+        found_B1 = (size_B >= options.ngram_min)[:, None]
         held_BM = jnp.take_along_axis(
             tokens_BA, jnp.clip(at_BM, 0, tokens_BA.shape[1] - 1), 1
         )
         is_anchor_BM = at_BM == length_B[:, None]
         drafts_BM = jnp.where(is_anchor_BM, anchor_B[:, None], held_BM)
-        drafts_BM = jnp.where(real_BM, drafts_BM, 0).astype(jnp.int32)
+        drafts_BM = jnp.where(found_B1, drafts_BM, 0).astype(jnp.int32)
         proposal = Proposal(
             tokens_BM=drafts_BM,
             draft_ids_BM=jnp.zeros_like(drafts_BM),  # a row's only candidate
             law=one_hot_law(drafts_BM),
-            usable_B=real_BM.astype(jnp.int32).sum(1),
+            usable_B=jnp.where(found_B1[:, 0], layout.num_draft, 0).astype(jnp.int32),
         )
         return proposal, state
 

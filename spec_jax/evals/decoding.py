@@ -132,10 +132,13 @@ def with_shuffled_features(params: Mapping[str, Any], seed: int = 0) -> dict[str
     """The control: the same drafter, its features' channels shuffled.
 
     Shuffling the concatenated feature channels before `fc` is the same as
-    shuffling `fc`'s rows, so the control is a set of weights and needs no program
-    of its own. Whatever it still accepts comes from the anchor token and from
-    chance, not from what the target computed. If it hardly drops, capture is
-    broken.
+    shuffling the rows of `fc` that read them, so the control is a set of weights
+    and needs no program of its own. Whatever it still accepts comes from the tokens
+    (the anchor, and EAGLE's token of each row) and from chance, not from what the
+    target computed. If it hardly drops, capture is broken.
+
+    EAGLE's fed-back outputs go through the same rows of its `fc`, so they are
+    shuffled with the features they stand for.
 
     Args:
       params: a drafter's parameters with the features' projection `fc`.
@@ -147,9 +150,22 @@ def with_shuffled_features(params: Mapping[str, Any], seed: int = 0) -> dict[str
     tree = dict(params["params"])
     if "fc" not in tree:
         raise ValueError("the drafter has no fc, so its features cannot be shuffled")
-    order = np.random.default_rng(seed).permutation(tree["fc"].shape[0])
+    order, first = np.arange(tree["fc"].shape[0]), _token_rows(tree)
+    order[first:] = np.random.default_rng(seed).permutation(order[first:])
     tree["fc"] = tree["fc"][order]
     return {**params, "params": tree}
+
+
+def _token_rows(tree: Mapping[str, Any]) -> int:
+    """Leading rows of `fc` that read the token's embedding, not features.
+
+    EAGLE's `fc` makes its layer's whole input out of `[embedding; feature]`. Of the
+    others `fc` reads features alone: EAGLE-3's layer is given the embedding beside
+    what `fc` makes (its input is 2 D wide), a block drafter has no such layer.
+    """
+    width, layer = tree["fc"].shape[1], tree.get("layer")
+    alone = isinstance(layer, Mapping) and layer["qkv"].shape[0] == width
+    return width if alone else 0
 
 
 def served_accept_length(

@@ -45,6 +45,11 @@ def device() -> dict[str, str | int | None]:
     }
 
 
+def processor() -> str:
+    """The processor in words: its name and how many cores there are of it."""
+    return f"{_cpu_name()}, {os.cpu_count()} cores"
+
+
 def _cpu_name() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n")

@@ -4,7 +4,9 @@ Position after position, from the left: the temperature of a position is the one
 of a fixed grid under which the *survival* up to it (the product of calibrated
 confidences, earlier temperatures fixed) is best calibrated against "all drafts
 up to here were accepted". Survival is what a planner ranks, so survival and not
-confidence is what is calibrated. numpy float64; a pure function of its input.
+confidence is what is calibrated. What is reported after it is of rounds that were
+not fitted: of each half under the other half's temperatures. numpy float64; pure
+functions of their input.
 """
 
 from __future__ import annotations
@@ -46,8 +48,7 @@ def fit(
 ) -> STS:
     """Sequential temperatures of held-out rounds of one sampling regime.
 
-    Among temperatures that calibrate a position equally well the one nearest
-    to 1 is taken.
+    They are fitted to all rounds; the errors after it are `held_out_survival`'s.
 
     Args:
       logits_NM: confidence log-odds of each round before any calibration.
@@ -60,12 +61,48 @@ def fit(
       Temperatures, with the errors of each position before and after.
 
     Raises:
-      UserError: no rounds, other shapes, logits that are not finite, or a mask
-        that is not a prefix.
+      UserError: fewer than two rounds, other shapes, logits that are not finite, or
+        a mask that is not a prefix.
     """
     logits_NM = np.asarray(logits_NM, np.float64)
     hits_NM = np.asarray(prefix_mask_NM, np.float64)
     _check(logits_NM, hits_NM)
+    num_rounds, num_draft = logits_NM.shape
+    raw_NM = survival(logits_NM, np.ones(num_draft))
+    unseen_NM = held_out_survival(logits_NM, hits_NM, num_bins)
+    return STS(
+        temperatures=tuple(_fitted(logits_NM, hits_NM, num_bins).tolist()),
+        dataset=dataset,
+        num_samples=num_rounds,
+        ece_before=tuple(ece_by_position(raw_NM, hits_NM, num_bins)),
+        ece_after=tuple(ece_by_position(unseen_NM, hits_NM, num_bins)),
+        source=source,
+    )
+
+
+def held_out_survival(
+    logits_NM, prefix_mask_NM, num_bins: int = NUM_BINS
+) -> np.ndarray:
+    """Calibrated survival `[N, M]` of rounds that were not fitted.
+
+    Every other round is of one half, and each half has the other's temperatures.
+
+    Raises:
+      UserError: as `fit`.
+    """
+    logits_NM = np.asarray(logits_NM, np.float64)
+    hits_NM = np.asarray(prefix_mask_NM, np.float64)
+    _check(logits_NM, hits_NM)
+    found_NM = np.empty_like(logits_NM)
+    for half in (0, 1):
+        mine, others = slice(half, None, 2), slice(1 - half, None, 2)
+        temperatures_M = _fitted(logits_NM[others], hits_NM[others], num_bins)
+        found_NM[mine] = survival(logits_NM[mine], temperatures_M)
+    return found_NM
+
+
+def _fitted(logits_NM: np.ndarray, hits_NM: np.ndarray, num_bins: int) -> np.ndarray:
+    """Temperatures `[M]`; of equally good ones the nearest to 1."""
     num_rounds, num_draft = logits_NM.shape
     # Nearest to 1 first: `argmin` takes the first of equals.
     grid_X = GRID[np.argsort(np.abs(np.log(GRID)), kind="stable")]
@@ -76,16 +113,7 @@ def fit(
         errors = [ece(found_N, hits_NM[:, j], num_bins) for found_N in found_XN]
         best = int(np.argmin(errors))
         temperatures[j], before_N = grid_X[best], found_XN[best]
-    raw_NM = survival(logits_NM, np.ones(num_draft))
-    fitted_NM = survival(logits_NM, temperatures)
-    return STS(
-        temperatures=tuple(temperatures.tolist()),
-        dataset=dataset,
-        num_samples=num_rounds,
-        ece_before=tuple(ece_by_position(raw_NM, hits_NM, num_bins)),
-        ece_after=tuple(ece_by_position(fitted_NM, hits_NM, num_bins)),
-        source=source,
-    )
+    return temperatures
 
 
 def _sigmoid(x):
@@ -93,10 +121,12 @@ def _sigmoid(x):
 
 
 def _check(logits_NM: np.ndarray, hits_NM: np.ndarray) -> None:
-    if logits_NM.ndim != 2 or logits_NM.shape != hits_NM.shape or not logits_NM.size:
+    is_table = logits_NM.ndim == 2 and logits_NM.shape == hits_NM.shape
+    if not is_table or len(logits_NM) < 2 or not logits_NM.size:
         raise UserError(
             f"logits {logits_NM.shape} and prefix mask {hits_NM.shape} must both be "
-            "[rounds, drafts], with at least one of each"
+            "[rounds, drafts], with at least two rounds (errors are of those that were "
+            "not fitted) and one draft"
         )
     if not np.isfinite(logits_NM).all():
         raise UserError(

@@ -9,6 +9,12 @@ drafter here computes what the file asks for.
                         anchor row predicts, saved as DSpark without a Markov head
     EAGLE repository    class names of the base model, `layers.0` for the one layer
     older servers       `aux_norm_low`, `encoder.fc`, `logit_head.` and their like
+    vLLM's class name   EAGLE-3 with layer ids that are layer inputs
+
+Layer ids are layer inputs in one package and outputs in the next, under one key
+(drafter contracts, section 3.3 and gotcha 1). The class name decides; how a given
+list is read is always said, and a class that no package writes with a list is
+asked for the one that says which.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from spec_jax.target.spec import TargetSpec
 _SPECULATORS = "speculators_model_type"
 _INNER = "transformer_layer_config"
 _AUX = "aux_hidden_state_layer_ids"
+_DFLASH = "dflash_config"
 _DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
 _CLASSES = {
     "eagle3": "LlamaForCausalLMEagle3",
@@ -32,7 +39,8 @@ _CLASSES = {
     "dflash2": "DFlash2DraftModel",
     "dspark": "Qwen3DSparkModel",
 }
-_EAGLE3_NAMES = {"Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"}
+_EAGLE3_BY_INPUTS = "Eagle3LlamaForCausalLM"
+_EAGLE3_NAMES = {_EAGLE3_BY_INPUTS, "LlamaForCausalLMEagle3"}
 _EAGLE_NAMES = {
     "LlamaForCausalLM": "LlamaForCausalLMEagle",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMEagle",
@@ -86,9 +94,61 @@ def adopt(
       UserError: it asks for something that no drafter here has.
     """
     config, tensors, said = dict(config), dict(tensors), []
-    for step in (_speculators, _names, _classes, _refused, _anchor_first_dflash):
+    for step in _STEPS:
         config, tensors = step(config, tensors, target, where, said.append)
     return config, tensors, said
+
+
+def _layer_ids(config, tensors, target, where, say: Say):
+    """Whether a given list counts layer inputs or outputs; none but speculators'."""
+    if config.get(_SPECULATORS) is not None:
+        return config, tensors
+    if config.get(_AUX) is not None:
+        raise UserError(
+            f"{where}: config.json sets {_AUX}={config[_AUX]!r}, which counts layer "
+            "inputs and is read of speculators folders alone; write the layer outputs, "
+            f"one less each, as {eagle3.IDS} or target_layer_ids, and remove it"
+        )
+    for key, inner in ((eagle3.IDS, "eagle_config"), ("target_layer_ids", _DFLASH)):
+        scopes = [config]
+        if isinstance(config.get(inner), Mapping):
+            config = config | {inner: dict(config[inner])}
+            scopes = [config[inner], config]
+        for scope in scopes:
+            if scope.get(key) is not None:
+                scope[key] = _outputs(scope[key], key, config, target, where, say)
+    return config, tensors
+
+
+def _outputs(ids: Any, key: str, config, target, where: str, say: Say) -> Any:
+    """The layer outputs of one list."""
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        return ids  # its reader says what a list is
+    found = _class_of(config)
+    by_outputs = _CLASSES["eagle3"]
+    if key == eagle3.IDS and found in _EAGLE_NAMES:
+        raise UserError(
+            f"{where}: {key}={ids} may count layer inputs or outputs, and "
+            f"architectures {found!r} does not say which; write {_EAGLE3_BY_INPUTS!r} "
+            f"there if it counts inputs, {by_outputs!r} if outputs"
+        )
+    if key == eagle3.IDS and found == _EAGLE3_BY_INPUTS:
+        ours = to_layer_outputs(ids)
+        say(
+            f"{key}={ids} counts layer inputs, as {found} is read elsewhere; read as "
+            f"outputs of layers {ours}; if it counts outputs, write architectures "
+            f"{by_outputs}"
+        )
+        return list(ours)
+    said = f"{key}={ids} is taken as layer outputs"
+    usual = eagle3.default_layer_ids(target.num_layers)
+    if key == eagle3.IDS and tuple(ids) == to_layer_inputs(usual):
+        said += (
+            "; it is also the public default counted in layer inputs: if that is "
+            f"meant, write architectures {_EAGLE3_BY_INPUTS}"
+        )
+    say(said)
+    return ids
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
@@ -276,3 +336,13 @@ def _speculators(config, tensors, target, where, say: Say):
     if kind != "dspark" and flat.get("sample_from_anchor") is None:
         say("sample_from_anchor is not given; speculators takes false for this kind")
     return flat, tensors
+
+
+_STEPS = (
+    _layer_ids,
+    _speculators,
+    _names,
+    _classes,
+    _refused,
+    _anchor_first_dflash,
+)

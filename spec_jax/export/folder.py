@@ -1,6 +1,6 @@
 """The portable drafter folder: weights, configuration, contract, golden round.
 
-    config.json         what any reader of such folders needs
+    config.json         what any reader of such folders needs, and the run's seed
     model.safetensors   public names, `[out, in]`; d2t and t2d when the
                         vocabulary is reduced
     contract.json       the contract the drafter was trained under
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from spec_jax.export.reader import Exported, read_folder
 from spec_jax.export.shared import TARGET_FACTS, target_facts
-from spec_jax.export.writer import Written, write_folder
+from spec_jax.export.writer import Written, seed_in, write_folder
 
 __all__ = [
     "TARGET_FACTS",
     "Exported",
     "Written",
     "read_folder",
+    "seed_in",
     "target_facts",
     "write_folder",
 ]

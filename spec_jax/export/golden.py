@@ -79,7 +79,7 @@ def record(drafter: Drafter, params: Any, probe: Probe) -> dict[str, np.ndarray]
     """Arrays to store beside the weights.
 
     Raises:
-      ValueError: the drafter offers no usable draft, or logits are not finite:
+      UserError: the drafter offers no usable draft, or logits are not finite:
         such weights must not be exported.
     """
     made = serve(drafter, params, probe)
@@ -87,7 +87,7 @@ def record(drafter: Drafter, params: Any, probe: Probe) -> dict[str, np.ndarray]
     # A row of -inf and numbers is a row of candidates; NaN and +inf are neither.
     bad = np.isnan(made.logits_KMU).any() or np.isposinf(made.logits_KMU).any()
     if bad or (made.usable_K < num_draft).any():
-        raise ValueError(
+        raise UserError(
             f"drafter {drafter.name!r} gives {made.usable_K.tolist()} usable drafts of "
             f"{num_draft} at golden positions {list(probe.anchors)}; its weights are "
             "not finite, so keep an earlier checkpoint"

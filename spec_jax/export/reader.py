@@ -19,6 +19,7 @@ from spec_jax.core.vocab import DraftVocab
 from spec_jax.drafters.base import Drafter
 from spec_jax.drafters.frozen import frozen_for
 from spec_jax.export import converters, golden, names, registry, shared, storage
+from spec_jax.export.config_kinds import check_kinds
 from spec_jax.export.kinds.base import Form
 from spec_jax.export.storage import (
     CONFIG,
@@ -70,7 +71,7 @@ def read_folder(
       path: the folder.
       target: the target it is to serve.
       num_draft: drafts per round to serve, at most what it was trained for (the
-        default).
+        default); of an EAGLE folder that does not say it, any number.
       num_anchors: anchors (rollouts of EAGLE) per sequence, where it is to be
         trained further.
       run_golden: draft the golden round again, where the folder has one.
@@ -84,6 +85,7 @@ def read_folder(
     where = f"drafter folder {path!r}"
     manifest = storage.check_whole(path, where)
     config = storage.read_json(os.path.join(path, CONFIG), where)
+    check_kinds(config, where)
     tensors, sha = storage.read_weights(path, where)
     notes: list[str] = []
     if manifest is None:
@@ -121,13 +123,16 @@ def read_folder(
     notes += shared.untrained(weights)
     served = drafter
     if num_draft is not None and num_draft != drafter.layout.num_draft:
-        layout = drafter.layout.with_num_draft(num_draft)
-        fewer = _replaced(options, "num_draft", layout.num_draft, where)
-        served = shared.make_drafter(form.name, fewer, target.spec)
-        notes.append(
-            f"it serves {layout.num_draft} of the {drafter.layout.num_draft} drafts a "
-            "round that it was trained for"
-        )
+        said = f"it serves {num_draft} drafts a round, as asked"
+        if not form.any_length(config):
+            drafter.layout.with_num_draft(num_draft)  # refuses more
+            said = (
+                f"it serves {num_draft} of the {drafter.layout.num_draft} drafts a "
+                "round that it was trained for"
+            )
+        other = _replaced(options, "num_draft", num_draft, where)
+        served = shared.make_drafter(form.name, other, target.spec)
+        notes.append(said)
     golden_max_abs = None
     if not os.path.isfile(os.path.join(path, GOLDEN)):
         if plan.pieces:

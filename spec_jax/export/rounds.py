@@ -192,7 +192,7 @@ def train(
             )
             found = (anchors_X == anchor) & (valid_XM[:, 0] > 0)
             if not found.any():
-                raise ValueError(
+                raise UserError(
                     f"drafter {drafter.name!r} sampled anchors {anchors_X.tolist()} "
                     f"where only {anchor} has a supervised next token; fix its anchor "
                     "sampling"

@@ -13,6 +13,7 @@ from typing import Any
 
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import check_layer_ids
+from spec_jax.core.json_fields import is_number
 from spec_jax.target.spec import TargetSpec
 from spec_jax.target.tokenizer import Tokenizer
 
@@ -93,8 +94,6 @@ class Settings:
         self._name = nested[0] if nested else ""
         for name in nested:
             inner = config.get(name) or {}
-            if not isinstance(inner, Mapping):
-                raise UserError(f"{where}: {name} is {inner!r}, not a json object")
             self.nested |= inner
             self._from |= dict.fromkeys(inner, name)
 
@@ -107,6 +106,21 @@ class Settings:
             if note not in self.notes:
                 self.notes.append(note)
         return outer if inner is None else inner
+
+    def layers(self, tensors: Mapping[str, tuple[int, ...]]) -> int:
+        """How many layers there are: never more than tensors, which counting trusts.
+
+        Raises:
+          UserError: none, or more than the weights can hold.
+        """
+        found = self.need("num_hidden_layers")
+        if not 1 <= found <= len(tensors):
+            raise UserError(
+                f"{self.where}: num_hidden_layers={found} does not fit its "
+                f"{len(tensors)} tensors; weights and config.json are not of one "
+                "drafter"
+            )
+        return found
 
     def need(self, key: str, kind: type = int) -> Any:
         """A setting that must be there."""
@@ -125,10 +139,8 @@ class Settings:
 
     def typed(self, found: Any, kind: type, key: str) -> Any:
         """Refuses a json value of another type (true is no number here)."""
-        allowed = (int, float) if kind is float else kind
-        if not isinstance(found, allowed) or (
-            isinstance(found, bool) and kind is not bool
-        ):
+        is_kind = is_number(found) if kind is float else type(found) is kind
+        if not is_kind or (kind is int and not is_number(found)):
             raise UserError(
                 f"{self.where}: config.json has {key}={found!r}, which is no "
                 f"{kind.__name__}; write the value the drafter was trained with"
@@ -348,7 +360,7 @@ class Settings:
                     )
             base = rope.get("rope_theta")
             if base is not None:
-                if theta is not None and float(theta) != float(base):
+                if theta is not None and theta != base:
                     raise UserError(
                         f"{self.where}: rope_theta={theta} but {key}.rope_theta={base}"
                         "; keep the one the weights were trained with"

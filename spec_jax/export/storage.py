@@ -177,12 +177,12 @@ def check_replaceable(path: str) -> None:
       UserError: `path` is a file, or a folder with something else in it.
     """
     if os.path.lexists(path) and not os.path.isdir(path):
-        raise UserError(f"export.path={path!r} is a file; name a folder")
+        raise UserError(f"the drafter's folder {path!r} is a file; name a folder")
     other = os.path.isdir(path) and os.listdir(path)
     if other and not os.path.isfile(os.path.join(path, MANIFEST)):
         raise UserError(
-            f"export.path={path!r} holds something that is not an exported drafter; "
-            "name a new or an empty folder"
+            f"the drafter's folder {path!r} holds something that is not an exported "
+            "drafter; name a new or an empty folder"
         )
 
 
@@ -216,7 +216,13 @@ def _weight_files(path: str, where: str) -> list[str]:
     weight_map = read_json(os.path.join(path, INDEX), where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{where}: {INDEX} has no weight_map; copy the folder again")
-    files = sorted(set(weight_map.values()))
+    listed = list(weight_map.values())
+    if not all(isinstance(name, str) for name in listed):
+        raise UserError(
+            f"{where}: {INDEX} has a weight_map of something else than file names; "
+            "copy the folder again"
+        )
+    files = sorted(set(listed))
     for name in files:
         there = os.path.isfile(os.path.join(path, name))
         if os.path.basename(name) != name or not there:

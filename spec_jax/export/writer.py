@@ -35,6 +35,8 @@ from spec_jax.export.storage import (
 )
 from spec_jax.target.spec import TargetSpec
 
+_SEED = "seed"
+
 
 @dataclasses.dataclass(frozen=True)
 class Written:
@@ -66,6 +68,7 @@ def write_folder(
     dtype: str = "float32",
     golden_probe: golden.Probe | None = None,
     embed_VD: Any = None,
+    seed: int | None = None,
 ) -> Written:
     """Exports a drafter.
 
@@ -81,12 +84,15 @@ def write_folder(
         from the weights as stored. A drafter without weights has no such round.
       embed_VD: the target's embedding, to store a copy for readers that want one
         (EAGLE and EAGLE-3 outside of servers); None leaves it out.
+      seed: of the run that trained it, whose first weights follow from it
+        (`train.state.run_keys`); None where there is none, or the run started
+        from other weights.
 
     Raises:
       UserError: the drafter has no public form, contract and drafter disagree, a
-        weight is not finite, or `path` holds something else.
-      ValueError: training-time and serving-time logits differ, or are not
-        finite: these weights must not be served.
+        weight is not finite, or `path` holds something else; or training-time and
+        serving-time logits differ, or are not finite: these weights must not be
+        served.
     """
     path = os.path.abspath(os.fspath(path))
     if dtype not in DTYPES:
@@ -117,6 +123,8 @@ def write_folder(
         notes.append(only_here)
         for content in (config, second[1] if second else {}):
             content[OWN] = {**content.get(OWN, {}), "note": only_here}
+    if seed is not None:
+        config[OWN] = {**config.get(OWN, {}), _SEED: int(seed)}
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
     work = tempfile.mkdtemp(prefix=f".{name}.writing-", dir=parent)
@@ -140,7 +148,7 @@ def write_folder(
                 parity = golden.parity_max_abs(quiet, back, golden_probe)
             # A capped drafter comes from elsewhere and is not trained here.
             if parity is not None and not parity <= golden.TOLERANCE:
-                raise ValueError(
+                raise UserError(
                     f"drafter {drafter.name!r}: training-time and serving-time logits "
                     f"of the same prefix differ by {parity:.3g} (allowed "
                     f"{golden.TOLERANCE:g}), so it was not exported; its train_outputs "
@@ -168,6 +176,17 @@ def write_folder(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Written(path, shas[WEIGHTS], parity, tuple(notes))
+
+
+def seed_in(config: Mapping[str, Any]) -> int | None:
+    """The seed of the run that trained a folder, from its `config.json`.
+
+    None where the folder does not say one: it is from elsewhere or from another
+    version, or its run started from other weights.
+    """
+    own = config.get(OWN)
+    seed = own.get(_SEED) if isinstance(own, Mapping) else None
+    return seed if type(seed) is int else None
 
 
 def _only_here(form: Form, vocab: DraftVocab | None) -> str:

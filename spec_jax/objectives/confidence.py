@@ -19,7 +19,7 @@ def confidence_metrics(logit_XM, overlap_XM, mask_XM):
 
     Args:
       logit_XM: log-odds.
-      overlap_XM: probability that the draft is accepted.
+      overlap_XM: what the confidence should be: A (see `terms`).
       mask_XM: 1.0 where both mean something.
 
     Returns:

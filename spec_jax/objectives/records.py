@@ -53,13 +53,18 @@ class ObjectiveOptions:
       selector: as `ce`.
       lk_kind: "alpha", "lambda" or "tv": the "lk" term.
       teacher_mass: what p is where the draft vocabulary is reduced. "draft":
-        renormalised over it. "full": the full vocabulary's softmax, restricted to
-        it, so that an overlap counts the mass the draft vocabulary lost.
-      teacher_rows: which rows a renormalised p counts in. "argmax": those whose
-        likeliest token of the whole vocabulary is in the draft vocabulary, as
-        EAGLE-3's supervised mask has it; costs the whole head once a row. "label":
-        those whose label is; for greedy text they are the same, at the cost of
-        the draft vocabulary's columns alone.
+        renormalised over it; acceptance is then overestimated by what p has
+        outside, in `l1`, `lk`, the confidence's target and every metric of overlap
+        or calibration: comparable between drafters of one vocabulary, too good as
+        a forecast of sampled serving. "full": the full vocabulary's softmax,
+        restricted to it: acceptance as it is, for a confidence that plans are made
+        from or figures beside another vocabulary's; costs the whole head a row.
+      teacher_rows: which rows a renormalised p counts in; in the others acceptance
+        is 0. "argmax": those whose likeliest token of the whole vocabulary is in
+        the draft vocabulary, as EAGLE-3's supervised mask has it; costs the whole
+        head once a row. "label": those whose label is; for greedy text they are the
+        same, at the cost of the draft vocabulary's columns alone; of sampled text a
+        row whose label, but not its favourite, lies outside counts as 0 too.
       selector_warmup: share of training in which the selector's weight is 0.
       selector_ramp: share of training after it in which that weight grows
         linearly to its full size.

@@ -5,8 +5,10 @@ equal probabilities loses the digits that the gradient is made of):
 
     A = sum_v min(p_v, q_v) = exp(logsumexp(min(log p, log q)))
 
-p sums to one over the full vocabulary, so with the mass p keeps outside the draft
-vocabulary counted, `sum |p - q| = 2 (1 - A)`: total variation is `1 - A`.
+p sums to one: over the full vocabulary, or, renormalised, over the draft
+vocabulary. With the mass p keeps outside the sum counted, `sum |p - q| = 2 (1 - A)`:
+total variation is `1 - A`. Of a renormalised p, A leaves the mass outside the draft
+vocabulary out and is more than the probability of acceptance (see `terms`).
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def teacher_rows(log_p_XU, log_q_XU, terms) -> dict[str, jnp.ndarray]:
     """Sums over the draft vocabulary, one per row, as the active terms need.
 
     Returns:
-      `log_overlap`: log A; and where a term asks for them `soft_ce`:
-      `-sum p log q`; `kl`: `sum p (log p - log q)`.
+      `log_overlap`: log A, of p as it is given; and where a term asks for them
+      `soft_ce`: `-sum p log q`; `kl`: `sum p (log p - log q)`.
     """
     rows = {"log_overlap": jax.nn.logsumexp(jnp.minimum(log_p_XU, log_q_XU), axis=-1)}
     if "soft_ce" in terms or "kl" in terms:
@@ -83,5 +85,7 @@ def lk_losses(log_overlap_XM, kl_XM, options: ObjectiveOptions):
 
 
 def l1_losses(log_overlap_XM):
-    """`sum |p - q|` over the full vocabulary: twice the total variation."""
+    """`sum |p - q|`, twice the total variation, over the vocabulary p is a law of:
+    the full one, or the draft vocabulary it was renormalised over.
+    """
     return -2.0 * jnp.expm1(log_overlap_XM)

@@ -14,13 +14,20 @@ Which rows carry weight, where the draft vocabulary is reduced:
 
 - `ce` and `selector` need a label in it. The selector further drops labels
   outside its K candidates, from the numerator only.
-- `soft_ce`, `l1`, `lk` and `confidence` need the target's likeliest token in it
-  while p is renormalised over it (`teacher_mass="draft"`): a p without that token
-  says nothing (EAGLE-3's supervised mask; drafter contracts, section 3.4). Whatever
-  the label is: text that was sampled, or edited, need not be the favourite.
+- `soft_ce`, `l1` and `lk` need the target's likeliest token in it while p is
+  renormalised over it (`teacher_mass="draft"`): a p without that token says nothing
+  (EAGLE-3's supervised mask; drafter contracts, section 3.4). Whatever the label
+  is: text that was sampled, or edited, need not be the favourite.
   `teacher_rows="label"` asks for the label instead. With "full" every supervised
   row counts.
-- `smooth_l1` takes every supervised row.
+- `confidence` and `smooth_l1` take every supervised row.
+
+What is said of acceptance there: A = sum min(p, q) is the probability that a draft
+drawn from q is accepted when p is the full vocabulary's softmax ("full"). With
+"draft" p lacks the mass outside: of p = (.36, .24) and .4 outside, q = (.6, .4)
+has an A of 1, and .6 in truth. Everything made of A is then too good: `l1`, `lk`,
+the confidence's target, `overlap`, `tau_probabilistic` and the calibration. Where p
+does not count, A is 0: nothing that greedy decoding emits there can be drafted.
 
 The denominator holds the rows that at least one active term can use, once for all
 of them: a term adds nothing where it cannot be used.
@@ -61,6 +68,7 @@ from spec_jax.objectives.rows import (
 )
 
 _LABEL_TERMS = ("ce", "selector")
+_LAW_TERMS = tuple(term for term in TEACHER_TERMS if term != "confidence")
 
 
 def loss(
@@ -75,8 +83,8 @@ def loss(
     The terms of a row, p the target's law and q the drafter's, float32:
     `ce` against its label (shaped by `options.kind`); `soft_ce` -sum p log q; `l1`
     sum |p - q|; `lk` by `options.lk_kind` of A = sum min(p, q); `smooth_l1` of the
-    features, mean over D; `confidence` BCE against A, detached; `selector` CE over
-    the K candidates.
+    features, mean over D; `confidence` BCE against A (0 where p does not count, see
+    the module), detached; `selector` CE over the K candidates.
 
     Args:
       outputs: rows, labels and validity of a drafter. Axis M is the draft's place
@@ -99,10 +107,10 @@ def loss(
       serving would).
 
       With a term that reads the teacher: `overlap` and `overlap_<j>` (A: the
-      probability that a draft drawn from q is accepted; 0 in the rows where p does
-      not count, see the module); `teacher_agreement` (the
-      favourites are the same); `tau_probabilistic` (as `accept_length`, expected
-      under those overlaps).
+      probability that a draft drawn from q is accepted, or with a p renormalised
+      over the draft vocabulary more than it; 0 in the rows where p does not count,
+      see the module); `teacher_agreement` (the favourites are the same);
+      `tau_probabilistic` (as `accept_length`, expected under those overlaps).
 
       With `confidence`: see `confidence.confidence_metrics`. With `selector`:
       `selector_coverage` (the label is a candidate), `selector_accuracy` (it is
@@ -130,7 +138,7 @@ def loss(
     rows = vocabulary_rows(outputs, frozen, options, active, columns_XM, valid_XM)
     taught_XM = _taught_rows(rows, frozen, options, valid_XM, label_XM)
     masks = dict.fromkeys(TERMS, valid_XM)
-    masks |= dict.fromkeys(TEACHER_TERMS, taught_XM)
+    masks |= dict.fromkeys(_LAW_TERMS, taught_XM)
     masks |= dict.fromkeys(_LABEL_TERMS, label_XM)
     rows_of = {term: masks[term] for term in active}
     counted_XM = functools.reduce(jnp.maximum, rows_of.values())
@@ -148,8 +156,9 @@ def loss(
             only_valid(outputs.feature_target_XMD, valid_XM),
         )
     if "log_overlap" in rows:
-        more |= _teacher_terms(losses, active, outputs, rows, taught_XM, options)
-        more |= _teacher_metrics(rows, taught_XM, valid_XM)
+        taught = rows, taught_XM, valid_XM
+        more |= _teacher_terms(losses, active, outputs, *taught, options)
+        more |= _teacher_metrics(*taught)
     if "selector" in active:
         covered_XM = rows["selector_covered"] * label_XM
         rows_of["selector"] = covered_XM
@@ -190,7 +199,7 @@ def _taught_rows(rows, frozen, options, valid_XM, label_XM):
     return valid_XM * rows.get("best_known", 1.0)
 
 
-def _teacher_terms(losses, active, outputs, rows, taught_XM, options):
+def _teacher_terms(losses, active, outputs, rows, taught_XM, valid_XM, options):
     """Adds the terms that read p to `losses`; returns the confidence's metrics."""
     log_overlap_XM = jnp.where(taught_XM > 0, rows["log_overlap"], 0.0)
     if "soft_ce" in active:
@@ -201,10 +210,10 @@ def _teacher_terms(losses, active, outputs, rows, taught_XM, options):
         losses["lk"] = teacher.lk_losses(log_overlap_XM, rows.get("kl"), options)
     if "confidence" not in active:
         return {}
-    logit_XM = only_valid(outputs.confidence_XM, taught_XM).astype(jnp.float32)
+    logit_XM = only_valid(outputs.confidence_XM, valid_XM).astype(jnp.float32)
     overlap_XM = jnp.exp(log_overlap_XM) * (taught_XM > 0)
     losses["confidence"] = confidence.bce(logit_XM, overlap_XM)
-    return confidence.confidence_metrics(logit_XM, overlap_XM, taught_XM)
+    return confidence.confidence_metrics(logit_XM, overlap_XM, valid_XM)
 
 
 def _teacher_metrics(rows, taught_XM, valid_XM):

@@ -86,6 +86,19 @@ def tree_shapes(spec: TargetSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_layers(spec: TargetSpec, num_tensors: int, where: str) -> None:
+    """Refuses more layers than the weights can hold, before anything counts them.
+
+    Raises:
+      UserError: there are fewer tensors than layers.
+    """
+    if spec.num_layers > num_tensors:
+        raise UserError(
+            f"{where} has {num_tensors} tensors, too few for its {spec.num_layers} "
+            "layers; weights and configuration are not of one model"
+        )
+
+
 def check_names(
     names: Iterable[str], expected: Iterable[str], where: str, fix: str
 ) -> None:

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 from spec_jax.core.errors import UserError
+from spec_jax.core.json_fields import is_number
 from spec_jax.target import checkpoint, tokenizer
 from spec_jax.target.chat import ChatTemplate
 from spec_jax.target.spec import TargetSpec
@@ -99,6 +100,7 @@ def load_gguf(path: str | os.PathLike[str]) -> checkpoint.Checkpoint:
             f"{where} has {text.vocab_size} tokens but embeddings for "
             f"{spec.vocab_size}; the file is damaged"
         )
+    checkpoint.check_layers(spec, len(tensors), where)
     shapes = checkpoint.weight_shapes(spec)
     names = {name: _gguf_name(name) for name in shapes}
     checkpoint.check_names(
@@ -172,12 +174,28 @@ def _read_spec(
             )
         return value
 
-    hidden, heads = int(need("embedding_length")), int(need("attention.head_count"))
-    head_dim = int(
-        field(f"{arch}.attention.key_length")
-        or field(f"{arch}.rope.dimension_count")
-        or hidden // heads
-    )
+    def size(key: str) -> int:
+        value = need(key)
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"GGUF file {path!r} sets {arch}.{key}={value!r}, which is not a whole "
+                "number, 1 or more; convert the model again"
+            )
+        return value
+
+    def number(key: str, value: Any) -> float:
+        if not is_number(value) or value <= 0:
+            raise UserError(
+                f"GGUF file {path!r} sets {arch}.{key}={value!r}, which is not a "
+                "number above 0; convert the model again"
+            )
+        return _shortest(value)
+
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    head_dim = max(1, hidden // heads)
+    for key in ("rope.dimension_count", "attention.key_length"):
+        if field(f"{arch}.{key}"):
+            head_dim = size(key)
     for key in ("attention.value_length", "rope.dimension_count"):
         value = field(f"{arch}.{key}")
         if value not in (None, head_dim):
@@ -191,21 +209,22 @@ def _read_spec(
             f"GGUF file {path!r} lacks tensor(s) token_embd.weight; convert the model "
             "again"
         )
+    epsilon = "attention.layer_norm_rms_epsilon"
     return TargetSpec(
         name=os.path.basename(path).removesuffix(".gguf"),
         family=arch,
-        num_layers=int(need("block_count")),
+        num_layers=size("block_count"),
         hidden_size=hidden,
-        mlp_size=int(need("feed_forward_length")),
+        mlp_size=size("feed_forward_length"),
         num_heads=heads,
-        num_kv_heads=int(need("attention.head_count_kv")),
+        num_kv_heads=size("attention.head_count_kv"),
         head_dim=head_dim,
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
-        rope_theta=_shortest(field(f"{arch}.rope.freq_base") or 10000.0),
-        norm_eps=_shortest(need("attention.layer_norm_rms_epsilon")),
+        rope_theta=number("rope.freq_base", field(f"{arch}.rope.freq_base") or 10000.0),
+        norm_eps=number(epsilon, need(epsilon)),
         qk_norm=arch == "qwen3",
         tied="output.weight" not in tensors,
-        max_context=int(need("context_length")),
+        max_context=size("context_length"),
         eos_ids=_end_ids(field, text),
         pad_id=_pad_id(field, text),
     )

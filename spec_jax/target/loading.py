@@ -284,6 +284,7 @@ def _write_cache(folder: str, loaded: checkpoint.Checkpoint) -> None:
         with open(os.path.join(work, _MANIFEST), "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1)
             _sync(file)
+        os.chmod(work, 0o755)  # mkdtemp's folders are private
         if os.path.isdir(folder):  # a torn one: out of the way first
             os.rename(folder, os.path.join(work, "torn"))
         try:

@@ -32,7 +32,8 @@ class TargetOutput:
     Attributes:
       hidden_BTD: last hidden state after the final norm.
       features_BTLD: layer outputs at the tapped ids (L may be 0).
-      cache: the cache with this forward's rows written at `history_B`.
+      cache: the cache with this forward's rows written at `history_B`, but those
+        that are not finite.
     """
 
     hidden_BTD: jnp.ndarray  # [B, T, D]
@@ -181,22 +182,19 @@ class Decoder(nn.Module):
             layer_step, (x_BTD, features), plane_N
         )
         hidden_BTD = layers.rms_norm(x_BTD, self.final_norm, s.norm_eps)
-        # A slot whose forward is not finite ends with an error and stores
-        # nothing. The condition also orders the write after every read, without
-        # which XLA copies the donated cache.
-        finite_BT = jnp.isfinite(hidden_BTD).all(-1)
         if packing is None:
-            start_B = jnp.where(finite_BT.all(1), history_B, cache.allocated)
-            at_BT = start_B[:, None] + jnp.arange(size_t)[None]
+            at_BT = history_B[:, None] + jnp.arange(size_t)[None]
             slot_BT = jnp.arange(size_b)[:, None]
         else:
-            finite_B = verify_layout.unpacked(packing, finite_BT[0], True).all(1)
-            start_B = jnp.where(finite_B, history_B, cache.allocated)
             # Padding has no request: it is written past the allocation.
             start_T = jnp.take(
-                start_B, packing.request_T, mode="fill", fill_value=cache.allocated
+                history_B, packing.request_T, mode="fill", fill_value=cache.allocated
             )
             at_BT, slot_BT = (start_T + packing.row_T)[None], packing.request_T[None]
+        # A row that is not finite is not stored. The condition also orders the
+        # write after every read, without which XLA copies the donated cache.
+        finite_BT = jnp.isfinite(hidden_BTD).all(-1)
+        at_BT = jnp.where(finite_BT, at_BT, cache.allocated)
         return TargetOutput(
             hidden_BTD=hidden_BTD,
             features_BTLD=jnp.moveaxis(features[: len(taps)], 0, 2),
@@ -208,7 +206,13 @@ class Decoder(nn.Module):
 
 
 def _attend(q, k, v, visible_BTT, cache, index, history_B, packing):
-    """`attention.attend` over each request's own rows, which may come packed."""
+    """`attention.attend` over each request's own rows, which may come packed.
+
+    A row whose key or value is not finite breaks the rows that see it and no other:
+    its value is zero, which no weight of zero turns into NaN, and its key is NaN.
+    """
+    is_sound = (jnp.isfinite(k) & jnp.isfinite(v)).all((-1, -2), keepdims=True)
+    k, v = jnp.where(is_sound, k, jnp.nan), jnp.where(is_sound, v, 0)
     rows = [q, k, v]
     if packing is not None:
         # Rows outside the plan are zeros that no row may see.

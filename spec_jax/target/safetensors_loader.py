@@ -15,13 +15,14 @@ import numpy as np
 import safetensors
 
 from spec_jax.core.errors import UserError
-from spec_jax.target import checkpoint, tokenizer
+from spec_jax.target import checkpoint, config_fields, tokenizer
 from spec_jax.target.chat import ChatTemplate
 from spec_jax.target.spec import TargetSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+_CONFIG = "config.json"
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 # Settings that must be absent or have one of these values.
@@ -64,6 +65,7 @@ def load_safetensors_folder(folder: str | os.PathLike[str]) -> checkpoint.Checkp
     if spec.tied and "lm_head.weight" in holder:
         # Some writers store the tied matrix twice; the embedding is the one used.
         del holder["lm_head.weight"]
+    checkpoint.check_layers(spec, len(holder), where)
     shapes = checkpoint.weight_shapes(spec)
     checkpoint.check_names(
         holder, shapes, where, "weights and config.json are not of one model"
@@ -107,7 +109,13 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
             raise UserError(
                 f"{index} has no weight_map; restore the file that came with the model"
             )
-        names = sorted(set(weight_map.values()))
+        files = list(weight_map.values())
+        if not all(isinstance(name, str) for name in files):
+            raise UserError(
+                f"{index} has a weight_map of something else than file names; restore "
+                "the file that came with the model"
+            )
+        names = sorted(set(files))
         for name in names:
             if os.path.basename(name) != name:
                 raise UserError(
@@ -151,52 +159,74 @@ def read_spec(config: dict[str, Any], folder: str = "config.json") -> TargetSpec
                 f"config.json sets {key}={config[key]!r}, which this decoder does not "
                 "do; use a model without it"
             )
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    layer_types = config_fields.texts(config, _CONFIG, "layer_types")
+    other_layers = set(layer_types) - {"full_attention"}
     if other_layers:
         raise UserError(
             f"config.json sets layer_types with {sorted(other_layers)}; this decoder "
             "has only 'full_attention' layers"
         )
 
-    def need(key: str) -> Any:
-        if config.get(key) is None:
-            raise UserError(
-                f"config.json lacks {key}; restore the file that came with the model"
-            )
-        return config[key]
+    def size(key: str, default: int | None = None) -> int:
+        return config_fields.size(config, _CONFIG, key, default)
 
-    hidden, heads = need("hidden_size"), need("num_attention_heads")
-    generation = tokenizer.read_json_if_there(
-        os.path.join(folder, "generation_config.json")
-    )
-    eos_ids = _ids(generation.get("eos_token_id")) + _ids(config.get("eos_token_id"))
-    eos_ids = tuple(dict.fromkeys(eos_ids))
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    vocab_size = size("vocab_size")
+    eos_ids = _end_ids(config, folder, vocab_size)
+    try:
+        return TargetSpec(
+            name=os.path.basename(os.path.abspath(folder)),
+            family=family,
+            num_layers=size("num_hidden_layers"),
+            hidden_size=hidden,
+            mlp_size=size("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", max(1, hidden // heads)),
+            vocab_size=vocab_size,
+            rope_theta=_rope_theta(config),
+            norm_eps=config_fields.positive(config, _CONFIG, "rms_norm_eps"),
+            qk_norm=family == "qwen3",
+            tied=config_fields.switch(config, _CONFIG, "tie_word_embeddings"),
+            max_context=size("max_position_embeddings"),
+            eos_ids=eos_ids,
+            pad_id=_pad_id(config, vocab_size, eos_ids),
+        )
+    except UserError as error:
+        raise UserError(f"{_CONFIG}: {error}") from error
+
+
+def _end_ids(config: dict[str, Any], folder: str, vocab_size: int) -> tuple[int, ...]:
+    """Ids that end a generation, those of `generation_config.json` first."""
+    name = "generation_config.json"
+    generation = tokenizer.read_json_if_there(os.path.join(folder, name))
+    ids = [
+        *config_fields.token_ids(generation, name, "eos_token_id", vocab_size),
+        *config_fields.token_ids(config, _CONFIG, "eos_token_id", vocab_size),
+    ]
+    return tuple(dict.fromkeys(ids))
+
+
+def _pad_id(config: dict[str, Any], vocab_size: int, eos_ids: tuple[int, ...]) -> int:
+    """The file's own where the vocabulary has it: -1 and V are said for none."""
     pad = config.get("pad_token_id")
-    return TargetSpec(
-        name=os.path.basename(os.path.abspath(folder)),
-        family=family,
-        num_layers=need("num_hidden_layers"),
-        hidden_size=hidden,
-        mlp_size=need("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=need("vocab_size"),
-        rope_theta=_rope_theta(config),
-        norm_eps=float(need("rms_norm_eps")),
-        qk_norm=family == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_context=need("max_position_embeddings"),
-        eos_ids=eos_ids,
-        pad_id=pad if pad is not None and pad >= 0 else (eos_ids or (0,))[0],
-    )
+    if pad is not None and type(pad) is not int:
+        raise UserError(
+            f"{_CONFIG} has pad_token_id={pad!r}, which is not a token id; restore "
+            "the file that came with the model"
+        )
+    if pad is not None and 0 <= pad < vocab_size:
+        return pad
+    return (eos_ids or (0,))[0]
 
 
 def _rope_theta(config: dict[str, Any]) -> float:
     """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-    theta = config.get("rope_theta")
+    bases = []
+    if config.get("rope_theta") is not None:
+        bases = [config_fields.positive(config, _CONFIG, "rope_theta")]
     for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key) or {}
+        rope = config_fields.section(config, _CONFIG, key)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise UserError(
@@ -206,42 +236,55 @@ def _rope_theta(config: dict[str, Any]) -> float:
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
                 f"config.json sets {key}.partial_rotary_factor="
-                f"{rope['partial_rotary_factor']}; this decoder rotates whole heads"
+                f"{rope['partial_rotary_factor']!r}; this decoder rotates whole heads"
             )
         if rope.get("rope_theta") is not None:
-            if theta is not None and theta != rope["rope_theta"]:
+            bases.append(
+                config_fields.positive(rope, f"{_CONFIG}: {key}", "rope_theta")
+            )
+            if bases[0] != bases[-1]:
                 raise UserError(
-                    f"config.json sets rope_theta={theta} and {key}.rope_theta="
-                    f"{rope['rope_theta']}; keep the one the weights were trained with"
+                    f"config.json sets rope_theta={bases[0]} and {key}.rope_theta="
+                    f"{bases[-1]}; keep the one the weights were trained with"
                 )
-            theta = rope["rope_theta"]
-    return float(10000.0 if theta is None else theta)
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+    return bases[0] if bases else 10000.0
 
 
 def _read_template(folder: str) -> ChatTemplate | None:
-    config = tokenizer.read_json_if_there(os.path.join(folder, "tokenizer_config.json"))
-    source = config.get("chat_template")
+    name = "tokenizer_config.json"
+    config = tokenizer.read_json_if_there(os.path.join(folder, name))
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            source = file.read()
-    if isinstance(source, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
+        try:
+            with open(path, encoding="utf-8") as file:
+                source = file.read()
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not text in UTF-8 ({error}); restore the file that came "
+                "with the model"
+            ) from error
+    elif isinstance(config.get("chat_template"), list):
+        source = _default_template(config["chat_template"], name)
+    else:
+        source = config_fields.text(config, name, "chat_template")
     if not source:
         return None
+    bos, eos = (config_fields.token(config, name, f"{k}_token") for k in ("bos", "eos"))
+    return ChatTemplate(source, bos, eos)
 
-    def text(key: str) -> str:
-        token = config.get(key) or ""
-        return token["content"] if isinstance(token, dict) else token
 
-    return ChatTemplate(source, text("bos_token"), text("eos_token"))
+def _default_template(named: list[Any], what: str) -> str:
+    """Of several named templates the one called "default"; "" without it."""
+    for entry in named:
+        if not isinstance(entry, dict):
+            raise UserError(
+                f"{what} has chat_template={named!r}, whose entries are not all json "
+                "objects with name and template; restore the file that came with the "
+                "model"
+            )
+        if entry.get("name") == "default":
+            return config_fields.text(entry, f"{what}: chat_template", "template")
+    return ""
 
 
 def _open(path: str) -> Any:

@@ -21,6 +21,20 @@ from __future__ import annotations
 
 import dataclasses
 
+from spec_jax.core.errors import UserError
+
+_FIX = "use the configuration that the weights were trained with"
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "mlp_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_context",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetSpec:
@@ -43,6 +57,10 @@ class TargetSpec:
       max_context: longest position the model was made for, in tokens.
       eos_ids: token ids that end a generation.
       pad_id: id used for padding rows; any valid id.
+
+    Raises:
+      UserError: another family, a size below 1, heads that G does not divide, or an
+        odd C.
     """
 
     name: str
@@ -64,17 +82,25 @@ class TargetSpec:
 
     def __post_init__(self):
         if self.family not in ("llama", "qwen3"):
-            raise ValueError(
-                f"target.family is {self.family!r}; this decoder covers 'llama' "
+            raise UserError(
+                f"the target's family is {self.family!r}; this decoder covers 'llama' "
                 "(SmolLM2 included) and 'qwen3'"
             )
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"the target's {name}={getattr(self, name)} must be at least 1; "
+                    f"{_FIX}"
+                )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"target.num_heads={self.num_heads} is not a multiple of "
-                f"num_kv_heads={self.num_kv_heads}"
+            raise UserError(
+                f"the target's num_heads={self.num_heads} is not a multiple of its "
+                f"num_kv_heads={self.num_kv_heads}; {_FIX}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"target.head_dim={self.head_dim} must be even (rotary)")
+            raise UserError(
+                f"the target's head_dim={self.head_dim} must be even (rotary); {_FIX}"
+            )
 
     @property
     def group(self) -> int:

@@ -27,6 +27,7 @@ from tokenizers import (
 )
 
 from spec_jax.core.errors import UserError
+from spec_jax.target import config_fields
 
 _REPLACEMENT = "\ufffd"
 
@@ -230,15 +231,21 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer:
             f"target folder {os.fspath(folder)!r} has no tokenizer.json; save the "
             "fast tokenizer next to the weights"
         )
-    with open(path, encoding="utf-8") as file:
-        tokenizer = from_json(file.read())
-    config = read_json_if_there(os.path.join(folder, "tokenizer_config.json"))
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not text in UTF-8 ({error}); restore the file that came with "
+            "the model"
+        ) from error
+    tokenizer = from_json(text)
+    name = "tokenizer_config.json"
+    config = read_json_if_there(os.path.join(folder, name))
 
     def named(key: str) -> int | None:
-        token = config.get(key)
-        if isinstance(token, dict):
-            token = token.get("content")
-        return None if token is None else tokenizer.id_of(token)
+        token = config_fields.token(config, name, key)
+        return tokenizer.id_of(token) if token else None
 
     return dataclasses.replace(
         tokenizer, bos=named("bos_token"), eos=named("eos_token")

@@ -35,6 +35,12 @@ from spec_jax.train.optimiser import (
 from spec_jax.train.state import TrainState, abstract_state, init_state
 from spec_jax.train.step import check_batch, make_train_step
 
+# What a recipe calls an option where the names differ, or none has it.
+_SAID = {
+    "save_every": "train.checkpoint_every",
+    "max_skipped_in_row": "max_skipped_in_row",
+}
+
 
 class TrainingStopped(UserError):
     """Training cannot go on; the message says why."""
@@ -79,12 +85,12 @@ class LoopOptions:
             ("max_skipped_in_row", 0),
         ):
             if getattr(self, name) < low:
-                raise UserError(
-                    f"train.{name}={getattr(self, name)} must be at least {low}"
-                )
+                said = _SAID.get(name, f"train.{name}")
+                raise UserError(f"{said}={getattr(self, name)} must be at least {low}")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise UserError(
-                f"train.max_seconds={self.max_seconds} must be above 0, or None"
+                f"max_seconds={self.max_seconds} must be above 0, or None; the "
+                "recipe's is train.max_minutes"
             )
 
 
@@ -389,9 +395,8 @@ class _Runner:
         if in_row > self.options.max_skipped_in_row:
             raise TrainingStopped(
                 f"loss or gradient was not finite in {in_row:.0f} steps in a row (up "
-                f"to step {step}, bound train.max_skipped_in_row="
-                f"{self.options.max_skipped_in_row}); lower optimiser.lr or look for "
-                "broken features"
+                f"to step {step}, at most {self.options.max_skipped_in_row} are left "
+                "out); lower train.lr or look for broken features"
             )
         progress.slots += values["slots"][0]
         if values["skipped"][0]:

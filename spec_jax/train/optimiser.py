@@ -61,34 +61,33 @@ class OptimiserOptions:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise UserError(
-                f"optimiser.kind={self.kind!r} must be one of {', '.join(KINDS)}"
+                f"train.optimiser={self.kind!r} must be one of {', '.join(KINDS)}"
             )
         if self.schedule not in SCHEDULES:
             raise UserError(
-                f"optimiser.schedule={self.schedule!r} must be one of "
+                f"train.schedule={self.schedule!r} must be one of "
                 f"{', '.join(SCHEDULES)}"
             )
         if self.total_steps < 1:
-            raise UserError(
-                f"optimiser.total_steps={self.total_steps} must be at least 1"
-            )
+            raise UserError(f"train.steps={self.total_steps} must be at least 1")
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise UserError(f"optimiser.lr={self.lr} must be a number above 0")
+            raise UserError(f"train.lr={self.lr} must be a number above 0")
         if self.clip < 0 or self.weight_decay < 0:
             name = "clip" if self.clip < 0 else "weight_decay"
             raise UserError(
-                f"optimiser.{name}={getattr(self, name)} must be 0 (off) or more"
+                f"train.{name}={getattr(self, name)} must be 0 (off) or more"
             )
-        for name in ("warmup_fraction", "final_fraction", "decay_fraction"):
+        if not 0 <= self.warmup_fraction <= 1:
+            raise UserError(
+                f"train.warmup_fraction={self.warmup_fraction} must lie in [0, 1]"
+            )
+        # No recipe has the others: their names are this record's own.
+        for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(
-                    f"optimiser.{name}={getattr(self, name)} must lie in [0, 1]"
-                )
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1]")
         for name in ("b1", "b2", "ema"):
             if not 0 <= getattr(self, name) < 1:
-                raise UserError(
-                    f"optimiser.{name}={getattr(self, name)} must lie in [0, 1)"
-                )
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
 
 
 def make_schedule(options: OptimiserOptions, xp=jnp):

@@ -146,7 +146,7 @@ def make_train_step(
         raise UserError(f"train.accumulation={accumulation} must be at least 1")
     if (ema > 0) != (template.ema is not None):
         raise UserError(
-            f"optimiser.ema={ema} and the state disagree on averaged weights; "
+            f"ema={ema} and the state disagree on averaged weights; "
             "make the state with use_ema set when ema is above 0"
         )
     gradient = make_gradient(drafter, loss, mesh, accumulation, total_steps)
@@ -216,7 +216,7 @@ def check_batch(
     parts = shards * accumulation
     if rows == 0 or rows % parts:
         raise UserError(
-            f"train.batch_size={rows} must be a multiple of {parts} ({shards} data "
+            f"train.batch={rows} must be a multiple of {parts} ({shards} data "
             f"shards x {accumulation} micro-batches); use "
             f"{max(rows // parts, 1) * parts} or change train.accumulation"
         )

@@ -87,6 +87,71 @@ def test_wrong_values_are_refused_in_one_sentence(make, field, value):
     assert any(w in words for w in ("must", "is empty", "leaves")), words
 
 
+STATIC = {"topology": "static_tree"}
+DYNAMIC = {"topology": "dynamic_tree"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "others"),
+    [
+        ("temperature", 1.0, {}),
+        ("top_k", 5, {}),
+        ("top_p", 0.9, {}),
+        ("min_p", 0.1, {}),
+        ("slots", 8, {}),
+        ("tree_depth", 3, {}),
+        ("tree_top_k", 2, {}),
+        ("tree_nodes", 8, {}),
+        ("tree_parents", (0, 0), {}),
+        ("tree_top_k", 2, STATIC),
+        ("tree_nodes", 8, STATIC),
+        ("tree_depth", 3, STATIC | {"tree_parents": (0, 0)}),
+        ("tree_parents", (0, 0), DYNAMIC),
+    ],
+)
+@pytest.mark.parametrize("recipe", [schema.Pipeline, schema.Synthesise])
+def test_what_no_training_recipe_reads_of_serve_is_refused(
+    recipe, field, value, others
+):
+    recipe(serve=schema.Serve(**others))
+    serve = schema.Serve(**others, **{field: value})
+    with pytest.raises(UserError) as caught:
+        recipe(serve=serve)
+    words = str(caught.value)
+    assert words.startswith(f"serve.{field}={value!r} is not read")
+    assert words.endswith("leave it out")
+
+
+def test_what_a_training_recipe_reads_of_serve_is_taken():
+    for serve in (
+        schema.Serve(slots=1),
+        schema.Serve(topology="static_tree", tree_depth=3),
+        schema.Serve(topology="static_tree", tree_parents=(0, 0)),
+        schema.Serve(topology="dynamic_tree", tree_depth=3, tree_top_k=2, tree_nodes=8),
+    ):
+        assert schema.Pipeline(serve=serve).serve == serve
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answer_temperature", 0.3),
+        ("answer_top_p", 0.5),
+        ("synth_temperature", 0.3),
+        ("synth_top_p", 0.5),
+        ("max_file_prompts", 9),
+    ],
+)
+def test_what_makes_texts_is_refused_beside_samples(field, value):
+    schema.Data(**{field: value})
+    schema.Data(samples="s.jsonl", **{field: getattr(schema.Data, field)})
+    with pytest.raises(UserError) as caught:
+        schema.Data(samples="s.jsonl", **{field: value})
+    words = str(caught.value)
+    assert words.startswith(f"data.{field}={value!r} makes texts, and data.samples=")
+    assert words.endswith("leave it out")
+
+
 def test_prefill_buckets_are_derived_where_none_are_named():
     serve = schema.Serve(max_context=700, max_new_tokens=100)
     assert serve.prefill_ladder == (32, 64, 128, 256)

@@ -152,9 +152,12 @@ def test_a_killed_process_leaves_a_store_that_goes_on(tmp_path, tiny, store_path
 
 def test_other_samples_or_batches_do_not_continue_a_store(tmp_path, tiny):
     tiny.capture(tmp_path / "s", tiny.samples(9))
-    for options in ({"samples": tiny.samples(9, seed=1)}, {"batch": 2}):
+    for options, name in (
+        ({"samples": tiny.samples(9, seed=1)}, r"text \(its sha256\)"),
+        ({"batch": 2}, r"capture\.batch"),
+    ):
         options = {"samples": tiny.samples(9)} | options
-        with pytest.raises(UserError, match=r"cannot be continued: its made_from"):
+        with pytest.raises(UserError, match=rf"cannot be continued: its {name} is"):
             tiny.capture(tmp_path / "s", **options)
 
 

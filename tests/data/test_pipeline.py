@@ -232,7 +232,7 @@ def test_what_is_left_out_is_counted(store, tiny):
     long = [i for i, s in enumerate(made) if len(s.tokens) > 30]
     assert long
     pipeline = Pipeline(store, options(seq_len=30, max_dropped=1.0))
-    assert pipeline.dropped == {"longer than data.seq_len=30": len(long)}
+    assert pipeline.dropped == {"longer than train.seq_len=30": len(long)}
     assert pipeline.kept == [i for i in range(20) if i not in long]
     pipeline.close()
     with pytest.raises(UserError, match=rf"{len(long)} of 20 .*seq_len=30.*1.0%"):
@@ -247,16 +247,17 @@ def test_what_is_left_out_is_counted(store, tiny):
 
 
 def test_bad_options_are_refused(store):
+    said = {"batch_size": "train.batch", "seq_len": "train.seq_len"}
     for name in ("batch_size", "seq_len", "prefetch", "num_threads"):
-        with pytest.raises(UserError, match=rf"data.{name}=0"):
+        with pytest.raises(UserError, match=f"^{said.get(name, name)}=0"):
             options(**{name: 0})
     with pytest.raises(UserError, match=r"num_epochs=0"):
         options(num_epochs=0)
-    with pytest.raises(UserError, match=r"batch_size=40 is more than the 20"):
+    with pytest.raises(UserError, match=r"train.batch=40 is more than the 20"):
         Pipeline(store, options(batch_size=40, num_epochs=1))
     with pytest.raises(UserError, match=r"indices lie in .-1, 3."):
         Pipeline(store, options(), indices=[3, -1])
-    with pytest.raises(UserError, match=r"more than data.seq_len=4"):
+    with pytest.raises(UserError, match=r"more than train.seq_len=4"):
         read_batch(store, [0], 4)
 
 

@@ -75,11 +75,11 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, content, sentence):
 
 
 def test_absent_and_foreign_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is not there"):
+    with pytest.raises(UserError, match=r"is not there.*'builtin'"):
         prompts.read_prompts(str(tmp_path / "absent.jsonl"))
     with pytest.raises(UserError, match=r"not a prompt file"):
         prompts.read_prompts(str(tmp_path / "prompts.txt"))
-    with pytest.raises(UserError, match=r"data.limit=0"):
+    with pytest.raises(UserError, match=r"limit=0"):
         prompts.read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}), limit=0)
 
 

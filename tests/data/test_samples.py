@@ -1,6 +1,8 @@
 """Token samples: chunk files, loops, and the guards on a corpus."""
 
 import dataclasses
+import gzip
+import json
 import os
 
 import pytest
@@ -166,6 +168,73 @@ def test_a_file_says_which_target_answered_where_the_samples_do(tmp_path):
     lib.write_file(path, made)
     assert lib.read_file(path, 7) == made
     assert (tmp_path / "s.jsonl").read_text().count("target_fingerprint") == 1
+
+
+GOOD = {"tokens": [1, 2, 3, 4], "prompt_len": 2}
+
+
+def test_a_file_may_be_packed_and_call_its_tokens_otherwise(tmp_path):
+    path = tmp_path / "s.jsonl.gz"
+    rows = [GOOD, {"token_ids": [5, 6], "prompt_len": 1, "source": "b"}]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    first, second = lib.read_file(str(path), 7)
+    assert first.tokens == (1, 2, 3, 4) and first.prompt_len == 2
+    assert first.source == "s.jsonl.gz:0"
+    assert second == lib.make_sample((5,), (6,), "b")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *[
+            ({"prompt_len": value}, "prompt_len=")
+            for value in (-1, 0, 4, 9, True, 2.0, "2", None, [2], 10**30)
+        ],
+        *[
+            ({"tokens": value}, "tokens must be a list of whole numbers")
+            for value in ([1, 2.7, 3], [1, -2, 3], [True, 2, 3], ["1", 2], 5, "123")
+        ],
+        ({"tokens": [1, 2, 100, 4]}, "ids up to 100; the target has 100 tokens"),
+        ({"tokens": [1, 2, 10**30]}, "the target has 100 tokens"),
+        ({"temperature": "x"}, "temperature='x'"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"tokens": None, "token_ids": [1, 2]}, "tokens must be a list"),
+        (None, "lacks token_ids"),
+        ([1], "line 2 is list"),
+    ],
+)
+def test_rows_of_another_kind_are_named(tmp_path, change, words):
+    path = tmp_path / "s.jsonl"
+    row = {**GOOD, **change} if isinstance(change, dict) else change
+    row = {"prompt_len": 2} if change is None else row
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(row)}\n")
+    with pytest.raises(UserError, match=words) as error:
+        lib.read_file(str(path), 100)
+    assert "\n" not in str(error.value) and "data.samples=" in str(error.value)
+
+
+def test_no_line_of_a_file_is_cut(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps(GOOD)[:-5])
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        lib.read_file(str(path), 100)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no gzip", "absent"])
+def test_torn_files_are_refused(tmp_path, damage):
+    path = tmp_path / "s.jsonl.gz"
+    content = bytearray(gzip.compress(json.dumps(GOOD).encode() * 50))
+    if damage == "cut":
+        content = content[:-9]
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    if damage == "no gzip":
+        content = b"plain"
+    if damage != "absent":
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read") as error:
+        lib.read_file(str(path), 100)
+    assert "\n" not in str(error.value)
 
 
 def test_more_than_one_percent_skipped_stops_with_reasons(tiny):

@@ -1,5 +1,6 @@
 """Workload files: what is read, and one sentence for what cannot be."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,6 +8,7 @@ import pytest
 
 from spec_jax.core.errors import UserError
 from spec_jax.data import workload
+from spec_jax.decode.request import Settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,8 @@ def test_requests_come_by_arrival_with_what_the_line_says(tmp_path):
             "top_p": None,
             "max_new_tokens": 5,
             "logit_bias": {"17": -2.5, "8": 1},
+            "stop_ids": [7, 9],
+            "ignore_eos": True,
         },
     )
     items = workload.read_workload(path)
@@ -49,12 +53,20 @@ def test_requests_come_by_arrival_with_what_the_line_says(tmp_path):
     ]
     assert items[0].settings == (
         ("max_new_tokens", 5),
+        ("stop_ids", (7, 9)),
+        ("ignore_eos", True),
         ("logit_bias", ((17, -2.5), (8, 1.0))),
     )
     assert items[1].settings == (("temperature", 1.0), ("speculate", False))
     assert items[2].settings == (("seed", 4),)
     assert [i.stop for i in items] == [(), (), ("x",), ("a", "b")]
     assert items[2].prompt.source == "w.jsonl:1"
+
+
+def test_a_line_can_say_whatever_a_request_can_be_asked():
+    """All of `Settings` but the features, which no record has room for."""
+    fields = {f.name for f in dataclasses.fields(Settings)}
+    assert {*workload.SETTINGS, "stop"} == fields - {"features"}
 
 
 GOOD = {"arrival": 0.0, "prompt": "w6"}
@@ -78,6 +90,10 @@ GOOD = {"arrival": 0.0, "prompt": "w6"}
         ({**GOOD, "logit_bias": [1]}, ["logit_bias=[1]", "an object"]),
         ({**GOOD, "logit_bias": {"a": 1}}, ["logit_bias={'a': 1}", '{"17": -2.5}']),
         ({**GOOD, "speculate": 1}, ["speculate=1", "true or false"]),
+        ({**GOOD, "ignore_eos": "no"}, ["ignore_eos='no'", "true or false"]),
+        ({**GOOD, "stop_ids": 7}, ["stop_ids=7", "a list of token ids"]),
+        ({**GOOD, "stop_ids": [7, "8"]}, ["stop_ids=[7, '8']", "a list of token ids"]),
+        ({**GOOD, "stop_ids": [True]}, ["stop_ids=[True]", "a list of token ids"]),
         ({**GOOD, "stop": ["a", ""]}, ["stop=['a', '']", "none of them empty"]),
         ({**GOOD, "stop": 3}, ["stop=3", "list of texts"]),
         ({**GOOD, "id": None}, ["id=None", "text or a whole number"]),

@@ -127,7 +127,7 @@ def test_padding_is_inert(midway):
 
 
 def test_a_bad_row_spoils_its_own_request_alone(midway):
-    """NaN in one request's planned row: it stores nothing, neighbours do."""
+    """NaN in one request's planned row: only that row is not stored."""
     world, state = midway
     layout = layout_of(state, (3, 3, 2))
     poison = int(layout.tokens_BW[1, 2])
@@ -142,11 +142,17 @@ def test_a_bad_row_spoils_its_own_request_alone(midway):
     bad = {"params": {**world.params["params"], "embed": embed}}
     weights = dataclasses.replace(world.weights, target=bad)
     logits, output = rows_program(8)(weights, state, layout)
-    clean, _ = rows_program(8)(world.weights, state, layout)
-    assert forward.stored(output).tolist() == [True, False, True]
+    clean, whole_output = rows_program(8)(world.weights, state, layout)
+    stored_B = forward.stored(output, layout.verify_len_B)
+    assert stored_B.tolist() == [True, False, True]
     np.testing.assert_array_equal(logits[0, :3], clean[0, :3])
     np.testing.assert_array_equal(logits[2, :2], clean[2, :2])
-    np.testing.assert_array_equal(output.cache.k_NBGAC[:, 1], state.cache.k_NBGAC[:, 1])
+    made, before, whole = (
+        c.k_NBGAC[:, 1] for c in (output.cache, state.cache, whole_output.cache)
+    )
+    end = int(state.slots.length_B[1]) + 2
+    np.testing.assert_array_equal(made[:, :, end:], before[:, :, end:])
+    np.testing.assert_array_equal(made[:, :, :end], whole[:, :, :end])
 
 
 @pytest.mark.parametrize(

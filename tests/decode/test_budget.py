@@ -154,7 +154,7 @@ def test_relay_keeps_the_lag_and_the_ring():
     # Round 6 drafted nothing: nothing to plan round 8 with.
     assert relay.read(7)[0].round_index == 5
     assert relay.read(8) == (None, False)
-    with pytest.raises(UserError, match="relay_lag=0"):
+    with pytest.raises(UserError, match=r"^plan\.lag=0"):
         Relay(0)
 
 
@@ -218,7 +218,7 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
     later = planner.decide(1000, {0: 7, 1: 8}, {})
     assert later == choose(planner.terms, 2, [None, None], newcomer_M=np.full(M, 0.26))
     assert planner.counts.no_budget == 1
-    with pytest.raises(UserError, match=r"serve\.newcomers='eager'"):
+    with pytest.raises(UserError, match=r"plan\.newcomers='eager'"):
         BudgetOptions(newcomers="eager")
 
 
@@ -326,9 +326,9 @@ def test_static_has_no_budget():
 
 def test_options_are_checked():
     for name in ("probe_every", "lag"):
-        with pytest.raises(UserError, match=name):
+        with pytest.raises(UserError, match=rf"^plan\.{name}=0"):
             BudgetOptions(**{name: 0})
-    with pytest.raises(UserError, match="extra_lag"):
+    with pytest.raises(UserError, match=r"^plan\.extra_lag=-1"):
         BudgetOptions(extra_lag=-1)
     assert planner_of(extra_lag=2).relay.lag == 4
     assert even_ladder((2,), M + 1).buckets[0][1][-1] == 8

@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 
+from spec_jax.core.verify_layout import full_ladder
+from spec_jax.decode.engine import Engine
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.request import Settings
+from spec_jax.nn import attention
 from tests.support import tiny
 
 GREEDY = Settings(max_new_tokens=24)
@@ -108,3 +112,66 @@ def test_chunks_and_rounds_interleave(name):
         [short, long], dataclasses.replace(GREEDY, max_new_tokens=30)
     )
     assert tiny.greedy_faults(world, made) == []
+
+
+@pytest.mark.parametrize(("kind", "slotwise"), [("bigram", 1 << 30), ("dflash", 0)])
+def test_histories_of_many_kv_blocks(monkeypatch, kind, slotwise):
+    """Blocks of 4 rows below windows of 8 and chunks of 16, unlike lengths (b23).
+
+    The allocation is no multiple of a block. All slots at once, and one by one.
+    """
+    monkeypatch.setattr(attention, "KV_BLOCK", 4)
+    monkeypatch.setattr(attention, "SLOTWISE_BYTES", slotwise)
+    world = tiny.world(kind, 7)
+    engine = tiny.new_engine(world, slots=3, buckets=(7, 16), max_context=126)
+    assert attention.is_slotwise(3, engine.state.cache.k_NBGAC) is (slotwise == 0)
+    prompts = [
+        prompt
+        for size in (1, 3, 4, 5, 17, 33, 60)
+        for prompt in tiny.prompts_of(1, 23, seed=size, low=size, high=size)
+    ]
+    fast = engine.generate(prompts, GREEDY)
+    slow = engine.generate(prompts, dataclasses.replace(GREEDY, speculate=False))
+    assert tiny.greedy_faults(world, fast) == []
+    assert [g.tokens for g in fast] == [g.tokens for g in slow]
+    accepted = {r for g in fast for r in g.accepted}
+    assert 0 in accepted and max(accepted) > (3 if kind == "bigram" else 0)
+
+
+def test_seeds_reproduce_in_programs_of_other_sizes():
+    """A ladder of one and four requests: alone, in a crowd, and after it left."""
+    world = tiny.world("bigram", 3)
+    options = EngineOptions(
+        slots=4,
+        max_context=128,
+        prefill_buckets=(64,),
+        ladder=full_ladder((1, 4), 4),
+    )
+    engine = Engine(world.spec, world.weights, options, world.drafter)
+    prompts = tiny.prompts_of(6, 23, seed=7)
+    seeded = [
+        dataclasses.replace(SAMPLED, seed=i, temperature=0.7 + 0.2 * i, top_p=1 - i / 9)
+        for i in range(3)
+    ]
+
+    def generate(*args):
+        engine.trace.clear()
+        made = engine.generate(*args)
+        return made, [record.choice.requests for record in engine.trace]
+
+    alone = []
+    for prompt, settings in zip(prompts, seeded, strict=False):
+        made, sizes = generate([prompt], settings)
+        assert set(sizes) == {1}
+        alone += made
+    short = [dataclasses.replace(SAMPLED, seed=None, max_new_tokens=4)] * 3
+    made, sizes = generate(prompts, [*seeded, *short])
+    assert set(sizes) == {4} or 4 in sizes
+    first, sizes = generate([prompts[0], *prompts[3:]], [seeded[0], *short])
+    # Its neighbours end, and it goes on in the program of one.
+    assert 4 in sizes and sizes[-1] == 1
+    last, _ = generate([*prompts[3:], prompts[0]], [*short, seeded[0]])
+    for ours, wants in [(made[:3], alone), (first[:1], alone), (last[-1:], alone)]:
+        for got, want in zip(ours, wants, strict=False):
+            assert got.tokens == want.tokens
+            assert got.accepted == want.accepted

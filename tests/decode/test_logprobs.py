@@ -50,7 +50,7 @@ def test_asking_changes_no_token():
 
 def test_refused_where_not_built():
     engine = tiny.engine("bigram", 3, slots=3, buckets=(7, 64))
-    with pytest.raises(UserError, match=r"logprobs .* serve\.logprobs"):
+    with pytest.raises(UserError, match=r"logprobs .* EngineOptions\.logprobs"):
         engine.submit([1], Settings(8, logprobs=True))
     with pytest.raises(UserError, match="top_logprobs=4 .* it has 3"):
         asking.engine().submit([1], Settings(8, logprobs=True, top_logprobs=4))
@@ -64,7 +64,7 @@ def test_alternatives_have_a_bound():
     for count in (most + 1, 100_000):
         with pytest.raises(UserError, match=f"top_logprobs={count} .* most {most}"):
             Settings(logprobs=True, top_logprobs=count)
-        with pytest.raises(UserError, match=f"serve.logprobs={count}"):
+        with pytest.raises(UserError, match=f"EngineOptions.logprobs={count}"):
             EngineOptions(logprobs=count)
     small = tiny.spec_of(vocab=7)
     assert alternatives(EngineOptions(logprobs=most), small) == 7

@@ -139,13 +139,26 @@ def test_survival_is_calibrated_and_survives_nan():
         plan.survival(logit, (1.0, 2.0))
 
 
+def test_options_are_refused_as_the_recipe_spells_them():
+    for field, value in [
+        ("survival_eps", 1.0),
+        ("min_verify_len", 0),
+        ("max_verify_len", 1),
+    ]:
+        options = {"min_verify_len": 2, field: value}
+        with pytest.raises(UserError, match=rf"^plan\.{field}={value}"):
+            PlanOptions(mode="compact", **options)
+    with pytest.raises(UserError, match="^mode='packed'"):
+        PlanOptions(mode="packed")
+
+
 def test_what_cannot_be_planned_is_refused():
     tokens = jnp.zeros((1, M), jnp.int32)
     lookup = Proposal(tokens, tokens, one_hot_law(tokens), jnp.full((1,), M))
-    with pytest.raises(UserError, match=r"serve\.mode.*looked up"):
+    with pytest.raises(UserError, match=r"^mode must be.*looked up"):
         plan.windows(empty_slots(1, 1), lookup, COMPACT, 3)
     tree = lookup.replace(parents_BW=jnp.arange(M + 1)[None] - 1)
-    with pytest.raises(UserError, match=r"serve\.mode.*tree"):
+    with pytest.raises(UserError, match=r"^mode must be.*tree"):
         plan.windows(empty_slots(1, 1), tree, COMPACT, 3)
     rows, seen = plan.windows(empty_slots(1, 1), tree, PlanOptions())
     assert rows.tolist() == [1] and seen.survival_BM is None

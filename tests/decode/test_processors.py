@@ -119,7 +119,7 @@ def test_refused_where_not_built():
     engine = tiny.engine("bigram", 3, slots=3, buckets=(7, 64))
     for name in ("presence", "frequency", "repetition", "bias"):
         field = next(iter(FIELDS[name]))
-        with pytest.raises(UserError, match=rf"{field}=.*serve\.penalties"):
+        with pytest.raises(UserError, match=rf"{field}=.*EngineOptions\.penalties"):
             engine.submit([1], Settings(8, **FIELDS[name]))
     with pytest.raises(UserError, match="logit_bias names id 23"):
         asking.engine().submit([1], Settings(8, logit_bias={23: 1.0}))

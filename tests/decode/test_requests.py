@@ -167,9 +167,9 @@ def test_the_accept_length_of_cut_windows_is_that_of_whole_ones():
     # A mean over 20,000 rounds of a number in [1, 5]: four errors are below 0.06.
     assert accept_length(rounds) == pytest.approx(1 + right_N.mean(), abs=0.06)
     for field, value in [("rounds", 0), ("max_active", -1), ("max_context", -1)]:
-        with pytest.raises(UserError, match=field):
+        with pytest.raises(UserError, match=rf"^auto_off\.{field}={value}"):
             AutoOff(**{field: value})
-    with pytest.raises(UserError, match="min_accept_length"):
+    with pytest.raises(UserError, match=r"^auto_off\.min_accept_length"):
         AutoOff(min_accept_length=-1.0)
 
 

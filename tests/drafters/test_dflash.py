@@ -98,6 +98,30 @@ def test_training_logits_equal_serving_logits(kind):
         np.testing.assert_allclose(served, train[at - 1], atol=1e-5, rtol=1e-5)
 
 
+FAR = np.array([3, 200, 2000])
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_training_equals_serving_far_into_a_text(kind):
+    """A rotary or mask fault that grows with the position shows itself late."""
+    programs, params = build(kind)
+    size_s = FAR[-1] + SIZE_M + 2
+    batch = drafting.make_batch(programs.drafter, [size_s], size_s)
+    labelled = (FAR[:, None] + np.arange(SIZE_M + 1)).ravel()
+    supervised = np.zeros((1, size_s), bool)
+    supervised[0, labelled] = True
+    batch = batch.replace(supervised_BS=supervised)
+    out = programs.train(params, frozen(), batch, KEY)
+    train = np.asarray(out.hidden_XMD) @ frozen().head_DU
+    slots = jax.tree.map(lambda x: np.repeat(x, len(FAR), 0), batch)
+    proposal, _ = programs.serve(
+        params, frozen(), slots, FAR, [512], bucket=512, allocated=size_s + 6
+    )
+    for served, anchor in zip(proposal.law.logits_BTV, FAR, strict=True):
+        (n,) = np.flatnonzero(out.anchors_BN[0] == anchor)
+        np.testing.assert_allclose(served, train[n], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["full", "mixed", "never_causal", "own_sizes"])
 def test_a_block_matches_the_float64_oracle(kind):
     programs, params = build(kind)

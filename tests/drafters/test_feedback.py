@@ -114,6 +114,29 @@ def test_training_rows_are_the_rows_that_are_served(name):
         )
 
 
+FAR = (3, 200, 1000)
+
+
+@both
+def test_training_is_serving_far_into_a_text(name):
+    drafter, params, frozen, _ = build(name)
+    size_s = FAR[-1] + SIZE_M + 2
+    batch = drafting.make_batch(drafter, [size_s] * len(FAR), size_s, spec=SMALL)
+    supervised = np.zeros((len(FAR), size_s), bool)
+    for b, anchor in enumerate(FAR):
+        supervised[b, anchor : anchor + SIZE_M + 1] = True
+    batch = batch.replace(supervised_BS=supervised)
+    far = drafting.Programs(drafter)
+    outputs = far.train(params, frozen, batch, KEY)
+    trained = rollout_logits(name, outputs, frozen)
+    made, _ = far.serve(params, frozen, batch, FAR, [256], 256, size_s + 8)
+    for b, anchor in enumerate(FAR):
+        (n,) = np.flatnonzero(outputs.anchors_BN[b] == anchor)
+        np.testing.assert_allclose(
+            made.law.logits_BTV[b, 0], trained[b, n, 0], atol=2e-4, rtol=2e-4
+        )
+
+
 @both
 def test_only_features_up_to_the_start_are_seen(name):
     drafter, params, frozen, batch = build(name)

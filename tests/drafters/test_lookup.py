@@ -19,12 +19,18 @@ SIZE_A = 20
 
 
 def find(text, ngram_max, ngram_min, num_draft):
-    """What followed the latest earlier occurrence of the longest known suffix."""
+    """What followed the latest earlier occurrence of the longest known suffix.
+
+    Text that is drafted counts as text: the search's reader runs on into it.
+    """
     for size in range(min(ngram_max, len(text)), ngram_min - 1, -1):
         suffix = text[len(text) - size :]
         for end in range(len(text) - 1, size - 1, -1):  # ends before the text does
             if text[end - size : end] == suffix:
-                return text[end : end + num_draft]
+                said = list(text)
+                for at in range(end, end + num_draft):
+                    said.append(said[at])
+                return said[len(text) :]
     return []
 
 
@@ -55,7 +61,7 @@ def test_it_finds_what_a_search_by_loops_finds(
         want = find(text, ngram_max, ngram_min, num_draft)
         got = np.asarray(made.tokens_BM[b, : usable[b]]).tolist()
         assert got == want, (text, got, want)
-    assert len(set(usable.tolist())) == num_draft + 1, "every outcome was seen"
+    assert set(usable.tolist()) == {0, num_draft}, "both outcomes were seen"
 
 
 def test_rows_that_do_not_count_are_never_found():
@@ -80,14 +86,21 @@ def test_rows_that_do_not_count_are_never_found():
     np.testing.assert_array_equal(made.usable_B, [3, 0])
 
 
-def test_the_anchor_can_be_proposed_but_nothing_after_it():
-    text = np.zeros((1, 1, SIZE_A), np.int32) + 4
-    made, _ = drafting.Programs(load(num_draft=5)).propose(
-        {}, None, text, np.array([4], np.int32), np.array([6], np.int32)
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("length", [8, 11, SIZE_A - 1])
+def test_a_text_that_repeats_is_drafted_to_the_last_draft(period, length):
+    """The latest occurrence ends a period before the anchor."""
+    size_m = 6
+    text = [3 + i % period for i in range(length + 1 + size_m)]
+    state = np.full((1, 1, SIZE_A), 63, np.int32)
+    state[0, 0, :length] = text[:length]
+    made, _ = drafting.Programs(load(num_draft=size_m, ngram_max=2)).propose(
+        {}, None, state, np.array(text[length : length + 1]), np.array([length])
     )
-    # The latest 4 is the row before the anchor; only the anchor follows it.
-    np.testing.assert_array_equal(made.usable_B, [1])
-    assert int(made.tokens_BM[0, 0]) == 4
+    np.testing.assert_array_equal(made.usable_B, [size_m])
+    np.testing.assert_array_equal(made.tokens_BM[0], text[length + 1 :])
+    q_BMV = [laws.row_probs(made.law, jnp.array([m]), 67) for m in range(size_m)]
+    np.testing.assert_array_equal(np.concatenate(q_BMV), np.eye(67)[text[length + 1 :]])
 
 
 def test_its_law_is_certain_of_each_draft():

@@ -89,7 +89,7 @@ def test_programs_take_turns_from_the_same_context(monkeypatch):
         names = [("plain", "greedy"), *((f"verify{w}", "greedy") for w in widths)]
         for kind in ("greedy", "sampled"):
             names += [("draft", kind), ("round", kind)]
-        names.append(("plain", "sampled"))
+        names += [("plain", "sampled"), ("extend", "greedy")]
         return {name: fake(*name) for name in names}
 
     monkeypatch.setattr(bench_round, "compile_programs", compile_programs)
@@ -103,20 +103,21 @@ def test_programs_take_turns_from_the_same_context(monkeypatch):
     target = served.make_target()
     drafter = tiny.dflash(target.spec, 3)
     found = bench_round.measure(cfg, target, target.params, drafter)
-    turn = [call[:2] for call in calls[:10]]
-    assert len(set(turn)) == 10 and [c[:2] for c in calls] == turn * 5
+    turn = [call[:2] for call in calls[:11]]
+    assert len(set(turn)) == 11 and [c[:2] for c in calls] == turn * 5
     for _, kind, slots in calls:
         assert slots.length_B.tolist() == [40] and slots.active_B.all()
         sampled = kind == "sampled"
         assert bool(slots.sampling.greedy_B[0]) is not sampled
         assert slots.sampling.top_p_B[0] == np.float32(0.9 if sampled else 1.0)
     # The clock's n-th span is 4 n + 1 seconds; the medians are the middle turn's.
-    middle = {name: 1e3 * (4 * (30 + i) + 1) for i, name in enumerate(turn)}
+    middle = {name: 1e3 * (4 * (33 + i) + 1) for i, name in enumerate(turn)}
     assert found["plain_step_ms"] == middle["plain", "greedy"]
     assert found["round_ms_sampled"] == middle["round", "sampled"]
     assert found["series"]["cost"]["round, greedy"]["draft"] == pytest.approx(
         middle["draft", "greedy"] / 2
     )
+    assert found["extend_ms"] == middle["extend", "greedy"]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def row(emitted=(2, 1), **changes):
         "verify_lens": [3, 2],
         "emitted": list(emitted),
         "not_ready": False,
+        "looked_up": 2,
         "stale": 0,
         "filled": False,
         "predicted_s": 0.9,
@@ -196,8 +197,17 @@ def test_numbers_and_verdict_of_known_runs():
     assert found["verify_len_histogram"]["1"] == {"2": 6, "3": 6}
     assert found["programs"]["1"] == {"2": {"6": 6}}
     assert found["shares"]["1"]["partial_budget"] == 0.5
-    assert found["budgets"]["1"] == {"rounds": 6, "mean": 4.5, "distinct": 2}
-    assert found["predicted_over_measured"]["4"]["p50"] == 0.9
+    assert found["budgets"]["1"] == {
+        "rounds": 6,
+        "mean": 4.5,
+        "distinct": 2,
+        "drafting_rounds": 6,
+        "distinct_drafting": 2,
+    }
+    assert found["only_plain_at"] == []
+    predicted = found["predicted_over_measured"]["4"]
+    assert predicted["p50"] == predicted["draft"]["p50"] == 0.9
+    assert predicted["plain"] is None
     assert found["series"]["verify_len"]["4 at once"] == [0, 6, 6, 0]
     assert found["series"]["throughput"]["best fixed"]["4"] == 22
     verdict = numbers.judge(cfg, found, True, 0)
@@ -240,10 +250,59 @@ def test_claims_about_rounds_can_fail():
             named = next(v for name, v in verdict.items() if name.startswith(words))
             assert named["holds"] is False, words
     # Nothing was predicted, and loads from 16 on were not run: neither way.
-    off = verdict["predicted over measured round, median off by"]
+    off = verdict["predicted over measured round that drafts, median off by"]
     assert off["measured"] is off["holds"] is None
     few = numbers.judge(config(concurrency=(1,), requests=(2,)), found, True, 0)
     assert few["compact over static, lowest from 16"]["holds"] is None
+
+
+K_NAME = "different budgets K of rounds that draft, fewest"
+DRAFT_NAME = "predicted over measured round that drafts, median off by"
+PLAIN_NAME = "predicted over measured plain round, median off by"
+
+
+def judged(**rows_at):
+    """The verdict where a load's rounds of `compact` are others."""
+    cfg, runs = config(), runs_of(RATES)
+    for text, rows in rows_at.items():
+        runs["compact", int(text[1:])] = [Run(2.0, 50, rows, 0.0, [])] * 3
+    found = numbers.summary(cfg, runs, (0, 1, 3), 3)
+    return found, numbers.judge(cfg, found, True, 0)
+
+
+PLAIN_ROW = row(draft=False, K=0, T=2, verify_lens=[1, 1], emitted=[1, 1])
+
+
+def test_loads_that_only_ran_plain_rounds_are_named_and_prove_nothing():
+    off = PLAIN_ROW | {"predicted_s": 0.7}
+    found, verdict = judged(_16=[off, off])
+    assert found["only_plain_at"] == ["16"]
+    assert verdict[K_NAME]["holds"] and verdict[DRAFT_NAME]["holds"]
+    assert verdict[PLAIN_NAME]["measured"] == pytest.approx(0.3)
+    assert verdict[PLAIN_NAME]["holds"] is False
+    found, verdict = judged(**{f"_{load}": [PLAIN_ROW] for load in (1, 4, 16)})
+    assert found["only_plain_at"] == ["1", "4", "16"]
+    for name in (K_NAME, DRAFT_NAME, "rounds with 0 < K < R x M, lowest share where"):
+        claim = next(c for words, c in verdict.items() if words.startswith(name))
+        assert claim["measured"] is claim["holds"] is None, name
+    assert verdict[PLAIN_NAME]["holds"] is True
+
+
+def test_one_load_with_a_constant_budget_is_enough():
+    """Neither other loads nor plain rounds between make a budget of it."""
+    _, verdict = judged(_4=[row(), PLAIN_ROW, row()])
+    assert verdict[K_NAME]["measured"] == 1 and verdict[K_NAME]["holds"] is False
+
+
+def test_predicted_times_of_plain_rounds_do_not_hide_those_of_drafts():
+    wrong = row(predicted_s=0.5)
+    found, verdict = judged(_4=[wrong, row(K=6, predicted_s=0.5), *[PLAIN_ROW] * 7])
+    assert found["predicted_over_measured"]["4"]["p50"] == 0.9
+    assert verdict[DRAFT_NAME]["measured"] == 0.5
+    assert verdict[DRAFT_NAME]["holds"] is False and verdict[PLAIN_NAME]["holds"]
+    # A load whose drafts were never predicted leaves the claim open.
+    _, verdict = judged(_4=[row(predicted_s=None), row(K=6, predicted_s=None)])
+    assert verdict[DRAFT_NAME]["holds"] is None
 
 
 SIZES = [
@@ -342,6 +401,7 @@ def test_one_small_run(world):
         (["--config.bench.prompt_sets.gsm8k="], "bench.prompt_sets names no file"),
         (["--config.serve.max_context=27"], "0 of its prompts fit into the"),
         (["--config.sts=/no.json"], "/no.json cannot be read"),
+        (["--config.serve.speculate=False"], "serve.speculate=False drafts nothing"),
     ],
 )
 def test_wrong_input_ends_with_code_two(world, monkeypatch, capsys, words, said):

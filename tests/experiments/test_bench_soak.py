@@ -72,6 +72,8 @@ def test_a_soak_leaves_nothing_behind(soaked):
     assert found["buckets_visited"] == found["buckets_total"] == 8
     assert found["programs_run"] == found["programs"] == 6
     assert found["aborted"] > 0 and found["retracted"] > 0
+    assert set(found["auto_off"]) == {"acceptance", "load", "context"}
+    assert min(found["auto_off"].values()) > 0 and found["stopped_by_text"] > 0
     assert found["finished"]["abort"] == found["aborted"]
     assert found["finished"]["stop"] > 0 and found["finished"]["length"] > 0
     assert found["seeds_repeated"] > 0 and found["seeds_not_reproduced"] == 0
@@ -94,7 +96,11 @@ def test_requests_differ(soaked):
     settings = [r.settings for r in part.requests]
     for name in ("temperature", "speculate", "num_draft", "seed", "ignore_eos"):
         assert len({getattr(s, name) for s in settings}) > 1, name
-    assert any(s.stop_ids for s in settings) and any(s.has_rules for s in settings)
+    assert any(s.stop_ids for s in settings) and any(s.stop for s in settings)
+    greedy = [s for s in settings if s.temperature == 0]
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert len({getattr(s, name) for s in greedy}) > 1, name
+    assert any(s.logit_bias for s in greedy) and any(s.logprobs for s in greedy)
 
 
 @pytest.mark.slow
@@ -135,6 +141,9 @@ def test_unbalanced_books_are_found(soaked):
     assert bench_soak.check_books(part, empty, before)["metrics_balanced"]
     lost = dataclasses.replace(empty, asked={0: part.requests[0]})
     assert not bench_soak.check_books(part, lost, before)["metrics_balanced"]
+    # A reason to stop drafting that never came, and a stop string that never ended.
+    unmet = bench_soak.check_books(part, empty, before)
+    assert not unmet["auto_off_met"] and not unmet["stop_strings_met"]
     extra = dataclasses.replace(
         lost, done={0: Generation([0], [1], finish_reason="stop")}
     )

@@ -116,6 +116,21 @@ def test_an_interrupted_stream_leaves_the_terminal_plain():
     engine.run()  # the shared engine is left idle
 
 
+def test_a_text_that_broke_off_is_an_error(target, monkeypatch, capsys):
+    """The text and its summary are there; then the command says so and fails."""
+    for reason in ("stop", "length"):
+        generate.check_whole(Generation([1], [5, 6], reason), schema.Target())
+    broken = Generation([1], [5, 6], "error")
+    assert "not finite" in generate.summary(broken, 0.0, True)
+    with pytest.raises(UserError, match=r"target\.source='t' .* after 2 tokens"):
+        generate.check_whole(broken, schema.Target(source="t"))
+    monkeypatch.setattr(serving, "make_engine", lambda *a, **k: None)
+    monkeypatch.setattr(generate, "stream", lambda *a: broken)
+    words = ["--config.prompt=w6", "--config.serve.prefill_buckets=(16,)"]
+    assert run.main(["configs/generate.py", *words]) == 2
+    assert "logits that are not finite after 2 tokens" in capsys.readouterr().err
+
+
 def test_the_summary_counts_what_rounds_emitted():
     made = Generation([1], [5, 6, 7, 8, 9], "stop", emitted=[3, 1], accepted=[2, 0])
     assert generate.summary(made, 2.0, True) == (

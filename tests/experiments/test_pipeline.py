@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from experiments import (
@@ -151,6 +152,73 @@ def test_what_cannot_end_well_is_refused_before_any_work(target, change, field):
     assert field in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "change", "sentence"),
+    [
+        ("dflash", {"qk_norm": False}, {}, r"drafter\.options\.qk_norm is False"),
+        (
+            "dflash",
+            {},
+            {"topology": "static_tree"},
+            r"serve\.topology='static_tree' .* drafter\.name='dflash' .* 'chain'",
+        ),
+        (
+            "eagle",
+            {},
+            {"topology": "dynamic_tree", "num_draft": 2, "max_context": 256},
+            r"serve\.num_draft=2 .*'dynamic_tree': set serve\.tree_nodes",
+        ),
+    ],
+)
+def test_what_export_or_serving_would_refuse_is_refused_before_any_work(
+    target, name, options, change, sentence
+):
+    mask = {} if name == "eagle" else {"layer_ids": (0,), "mask_id": served.MASK}
+    cfg = schema.Pipeline(
+        drafter=schema.Drafter(name, tuple({**mask, **options}.items())),
+        data=schema.Data(max_new_tokens=16, max_tokens=48),
+        train=schema.Train(eval_new_tokens=8, seq_len=64),
+        serve=schema.Serve(**{"max_context": 64, "max_new_tokens": 8} | change),
+    )
+    with pytest.raises(UserError, match=sentence):
+        training.check_early(cfg, target, serving.new_drafter(cfg, target))
+    good = dataclasses.replace(
+        cfg,
+        drafter=schema.Drafter(name, tuple(mask.items())),
+        serve=dataclasses.replace(cfg.serve, topology="chain"),
+    )
+    training.check_early(good, target, serving.new_drafter(good, target))
+
+
+def test_drafts_that_a_tree_ignores_are_refused_by_its_engine(target):
+    cfg = schema.Pipeline(drafter=schema.Drafter("eagle"))
+    drafter = serving.new_drafter(cfg, target)
+    serve = schema.Serve(topology="dynamic_tree", num_draft=2)
+    frozen = serving.frozen_from_params(target.params, None)
+    with pytest.raises(UserError, match=r"serve\.num_draft=2 is for .*'chain'"):
+        serving.make_engine(target, target.params, serve, (drafter, {}, frozen))
+
+
+def test_a_batch_that_the_devices_do_not_share_is_refused_before_any_work(
+    target, monkeypatch
+):
+    """By eight of them, and only where something is trained."""
+    mesh = jax.sharding.AbstractMesh((2, 4, 2), training.mesh_lib.AXES)
+    monkeypatch.setattr(training, "make_mesh", lambda cfg: mesh)
+    cfg = schema.Pipeline(
+        data=schema.Data(max_new_tokens=16, max_tokens=48),
+        train=schema.Train(eval_new_tokens=8, seq_len=64, batch=12, accumulation=2),
+        serve=schema.Serve(max_context=64, max_new_tokens=8),
+    )
+    drafter = tiny.dflash(target.spec, 3)
+    with pytest.raises(UserError, match=r"train\.batch=12 must be a multiple of 8"):
+        training.check_early(cfg, target, drafter)
+    right = dataclasses.replace(cfg.train, batch=16)
+    training.check_early(dataclasses.replace(cfg, train=right), target, drafter)
+    lookup = dataclasses.replace(cfg, drafter=schema.Drafter("lookup"))
+    training.check_batch(cfg.train, mesh, serving.new_drafter(lookup, target))
+
+
 FAMILY = """
 from configs import common
 
@@ -213,7 +281,9 @@ def test_a_term_that_nothing_feeds_is_refused_before_any_forward(
         pipeline.main(dataclasses.replace(own, objective=()), tmp_path)
 
 
-def test_draft_vocabulary_is_what_answers_contain():
+def test_draft_vocabulary_is_what_answers_contain(target, monkeypatch):
+    said = []
+    monkeypatch.setattr(preparing, "say", said.append)
     samples = [
         synthesis.sample_files.make_sample([1, 2], [5, 5, 7], "a"),
         synthesis.sample_files.make_sample([1, 3], [5, 7, 9], "b"),
@@ -221,7 +291,14 @@ def test_draft_vocabulary_is_what_answers_contain():
     vocab, coverage = preparing.choose_vocab(2, samples, 12)
     assert vocab.target_ids == (5, 7) and coverage == pytest.approx(5 / 6)
     assert preparing.choose_vocab(0, samples, 12) == (None, 1.0)
-    assert preparing.choose_vocab(99, samples, 12)[0].target_ids == (5, 7, 9)
+    assert not said
+    vocab = preparing.choose_vocab(99, samples, 12)[0]
+    assert vocab.target_ids == (5, 7, 9)
+    (line,) = said
+    assert line.startswith("drafter.draft_vocab=99: the answers hold 3 distinct tokens")
+    prepared = preparing.Prepared(target, {}, None, vocab, 1.0, None)
+    assert prepared.vocab_size == 3
+    assert dataclasses.replace(prepared, vocab=None).vocab_size == served.VOCAB
 
 
 def test_samples_of_a_file_are_trained_on_and_other_prompts_validate(target, tmp_path):
@@ -303,6 +380,7 @@ def test_costs_are_those_of_the_tokens_that_may_be_proposed(target, monkeypatch)
         return {
             "plain_step_ms": 1.0,
             "draft_ms": 1.0,
+            "extend_ms": 0.4,
             "round_ms": 4.0,
             "overhead_fraction": 0.25,
             "verify_ms": {"4": 2.0},
@@ -314,7 +392,10 @@ def test_costs_are_those_of_the_tokens_that_may_be_proposed(target, monkeypatch)
         drafter = serving.new_drafter(cfg, target, draft_vocab_size=size)
         prepared = preparing.Prepared(target, target.params, None, vocab, 1.0, None)
         costs, split = pipeline.cost_split(cfg, prepared, drafter, 2.0)
-        assert costs["verify_ms"] == 2.0 and split["speculative"]["verify"] == 1.0
+        assert costs["verify_ms"] == 2.0 and costs["extend_ms"] == 0.4
+        assert split["speculative"] == pytest.approx(
+            {"draft": 0.5, "verify": 1.0, "draft state": 0.2, "accept, commit": 0.3}
+        )
 
 
 def test_a_small_batch_is_shown_with_labels_and_weights(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -101,9 +103,6 @@ def test_a_killed_run_goes_on_bit_for_bit(target, tmp_path, monkeypatch, lost):
     cfg = recipe(tmp_path)
     prepared, _ = prepare(cfg, target, tmp_path / "whole")
 
-    class Killed(BaseException):
-        pass
-
     # Between a group's features and its samples, or before both.
     module = synthesis.sample_files if lost == "chunk" else recording
     name = "write_chunk" if lost == "chunk" else "write_recorded"
@@ -151,10 +150,126 @@ def test_a_text_without_features_is_captured_afterwards(target, tmp_path):
     assert store.read_sample(0)["features"][-1].any()
 
 
-def test_another_way_to_keep_the_text_is_refused(target, tmp_path):
+class Killed(BaseException):
+    pass
+
+
+def lookup_ran_first(cfg, target, folder):
+    """A text that nobody kept features of."""
+    folder.mkdir()
+    preparing.synthesise(cfg, target, target.params, served.MASK, folder)
+
+
+def torn_store_was_removed(cfg, target, folder):
+    prepare(cfg, target, folder)
+    shutil.rmtree(folder / preparing.STORE)
+
+
+@pytest.mark.parametrize("before", [lookup_ran_first, torn_store_was_removed])
+def test_the_same_command_resumes_after_a_capture(
+    target, tmp_path, monkeypatch, before
+):
+    """Killed inside it, after it, and when all is there."""
+    cfg, folder = recipe(tmp_path), tmp_path / "run"
+    before(cfg, target, folder)
+    right, calls = preparing.capture_lib.StoreWriter.write_shard, []
+
+    def dies(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Killed
+        return right(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing.capture_lib.StoreWriter, "write_shard", dies)
+        with pytest.raises(Killed):
+            store_of(cfg, *prepare(cfg, target, folder), folder)
+    assert len(open_store(str(folder / preparing.STORE), partial=True)) == GROUP
+    monkeypatch.setattr(preparing.serving, "make_engine", None)  # nothing is decoded
+    seen = []
+    for _ in range(3):
+        prepared, drafter = prepare(cfg, target, folder)
+        assert not prepared.made.recorded
+        store = store_of(cfg, prepared, drafter, folder)
+        assert len(store) == len(prepared.made.train)
+        seen.append(all_files(folder / preparing.STORE))
+    assert seen[0] == seen[1] == seen[2]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copytree(folder / "samples", whole / "samples")
+    store_of(cfg, *prepare(cfg, target, whole), whole)
+    assert all_files(whole / preparing.STORE) == seen[0]
+
+
+def forget_origin(store):
+    """Makes a store one of before, whose index says neither origin nor facts."""
+    path = store / "index.json"
+    body = json.loads(path.read_text().split("\n")[1])
+    assert body["layout"].pop("origin") and body["layout"].pop("facts")
+    text = json.dumps(body, separators=(",", ":"))
+    path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_store_of_before_goes_on(target, tmp_path, monkeypatch, captured):
+    cfg, folder = recipe(tmp_path), tmp_path / "run"
+    if captured:
+        lookup_ran_first(cfg, target, folder)
+    prepared, drafter = prepare(cfg, target, folder)
+    store_of(cfg, prepared, drafter, folder)
+    forget_origin(folder / preparing.STORE)
+    monkeypatch.setattr(preparing.serving, "make_engine", None)
+    again, _ = prepare(cfg, target, folder)
+    assert again.made.recorded == prepared.made.recorded == (not captured)
+    assert len(store_of(cfg, again, drafter, folder)) == len(again.made.train)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"looping": "drop"}, 'its data.looping is "cut", this run\'s is "drop"'),
+        ({"max_tokens": 60}, "its data.max_tokens is 48, this run's is 60"),
+    ],
+)
+def test_another_way_to_keep_the_text_is_refused(target, tmp_path, change, says):
     prepare(recipe(tmp_path), target, tmp_path / "run")
-    with pytest.raises(UserError, match=r"cannot be continued: its made_from"):
-        prepare(recipe(tmp_path, looping="drop"), target, tmp_path / "run")
+    with pytest.raises(UserError, match=f"cannot be continued: {says}"):
+        prepare(recipe(tmp_path, **change), target, tmp_path / "run")
+
+
+def test_other_batches_do_not_continue_a_capture(target, tmp_path):
+    cfg, folder = recipe(tmp_path), tmp_path / "run"
+    lookup_ran_first(cfg, target, folder)
+    store_of(cfg, *prepare(cfg, target, folder), folder)
+    capture = dataclasses.replace(cfg.capture, batch=3)
+    other = dataclasses.replace(cfg, capture=capture)
+    with pytest.raises(UserError, match=r"its capture\.batch is 2, this run's is 3"):
+        store_of(other, *prepare(other, target, folder), folder)
+
+
+def test_a_recording_without_room_is_refused_before_any_answer(
+    target, tmp_path, monkeypatch
+):
+    """Of what is missing: a store that is complete needs none."""
+    cfg, folder = recipe(tmp_path), tmp_path / "run"
+    asked = []
+
+    def check_disk(path, num_bytes):
+        asked.append(num_bytes)
+        if num_bytes:
+            raise UserError(f"no room in {path}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "check_disk", check_disk)
+        patch.setattr(preparing.serving, "make_engine", None)
+        with pytest.raises(UserError, match="no room in .*store"):
+            prepare(cfg, target, folder)
+    assert not (folder / preparing.STORE).exists()
+    prepare(cfg, target, folder)
+    monkeypatch.setattr(recording, "check_disk", check_disk)
+    prepare(cfg, target, folder)
+    features = tiny.dflash(target.spec, 3).needs.num_layers * target.spec.hidden_size
+    assert asked == [3 * GROUP * 48 * (4 * features + 8), 0]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import types
 import jax
 import pytest
 
-from experiments import run, session
+from experiments import progress, run, session
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 
@@ -153,13 +153,64 @@ def test_generate_keeps_nothing(task, tmp_path):
 def test_plan_and_inspect_go_to_the_task(task, tmp_path, capsys):
     assert run.main(["configs/tiny.py", "--plan"]) == 2
     assert "--plan is not for task='pipeline'" in capsys.readouterr().err
-    task.plan = lambda cfg: {"store": {"bytes": 1234567}}
+    task.plan = lambda cfg, workdir: {"st[or]e": {"b[yt]es": 1234567, "at": workdir}}
     task.inspect = lambda cfg, workdir: print("token 5")
-    assert run.main(["configs/tiny.py", "--plan"]) == 0
-    assert "1,234,567" in capsys.readouterr().out
+    assert run.main(["configs/tiny.py", "--plan", "--workdir=r/a[b]"]) == 0
+    shown = capsys.readouterr().out
+    assert all(x in shown for x in ("st[or]e", "b[yt]es", "1,234,567", "r/a[b]"))
     assert not (tmp_path / "runs").exists()
     assert run.main(["configs/tiny.py", "--inspect"]) == 0
     assert "token 5" in capsys.readouterr().out and not task.calls
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_batch_is_shown_while_the_run_goes_on(task, tmp_path, capsys):
+    """In a folder of its own: the run's is neither entered nor asked for."""
+    words = ["configs/tiny.py", "--workdir=w"]
+    task.inspect = lambda cfg, workdir: print("token 5")
+    codes = []
+
+    def main(cfg, workdir):
+        codes.append(run.main([*words, "--inspect"]))
+        codes.append(run.main(words))
+        return {}
+
+    task.main = main
+    assert run.main(words) == 0 and codes == [0, 2]
+    found = capsys.readouterr()
+    assert "token 5" in found.out and "is in use by process" in found.err
+
+
+def test_brackets_of_a_folder_are_printed_as_they_are(task, capsys):
+    for folder in ("a[b]", "a[/b]"):
+        words = ["configs/tiny.py", f"--workdir=runs/{folder}"]
+        for begins in ("report: ", "all is done since "):
+            assert run.main(words) == 0
+            (line,) = (
+                x for x in capsys.readouterr().out.splitlines() if x.startswith(begins)
+            )
+            assert line.endswith(f"runs/{folder}/report.html")
+        progress.say(f"samples: runs/{folder}/x")
+        assert capsys.readouterr().out == f"samples: runs/{folder}/x\n"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "num_synth_prompts=5",
+        "synth_openings=('a',)",
+        "synth_max_tokens=9",
+        "greedy_share=0.5",
+    ],
+)
+def test_what_makes_texts_is_refused_where_they_are_made_already(task, capsys, word):
+    words = ["configs/smollm2.py", "--config.data.samples=s.jsonl", "--print_config"]
+    assert run.main(words) == 0
+    assert run.main([*words[:1], f"--config.data.{word}", "--print_config"]) == 0
+    assert run.main([*words, f"--config.data.{word}"]) == 2
+    name = word.split("=")[0]
+    said = capsys.readouterr().err
+    assert f"data.{name}=" in said and "data.samples='s.jsonl'" in said
 
 
 def test_print_config_resolves_and_stops(task, capsys):
@@ -190,6 +241,51 @@ def test_wrong_words_exit_2_with_one_sentence(task, tmp_path, capsys, words, sen
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and sentence in err
     assert not task.calls and not (tmp_path / "runs").exists()
+
+
+LOCKED = """from configs import common
+def get_config():
+    config = common.base("pipeline")
+    config.{} = {}
+    return config"""
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import nosuch", "(ModuleNotFoundError: No module named 'nosuch')"),
+        ("def get_config(", "(SyntaxError: '(' was never closed (mine.py, line 1))"),
+        ("def get_config(): return 1 / 0", "(ZeroDivisionError: division by zero)"),
+        ("def get_config(): return {}['x\ty']", "(KeyError: x y)"),
+        ("def get_config(): return None", "(TypeError: "),
+        ("x = 1", "(AttributeError: module 'recipe' has no attribute 'get_config')"),
+        (LOCKED.format("train.stesp", 3), "'stesp' is no field, did you mean 'steps'?"),
+        (LOCKED.format("nope", 3), "(AttributeError: 'nope' is no field)"),
+        (LOCKED.format("data.max_tokens", "'a'"), "(TypeError: Could not override"),
+        ("raise OSError(2, 'gone')", "(FileNotFoundError: [Errno 2] gone)"),
+    ],
+)
+def test_a_recipe_that_does_not_load_is_one_sentence(
+    task, tmp_path, capsys, text, sentence
+):
+    (tmp_path / "mine.py").write_text(text)
+    assert run.main(["mine.py", "--print_config"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: recipe mine.py cannot be loaded (")
+    assert err.count("\n") == 1 and sentence in err
+
+
+def test_a_recipe_refuses_its_argument_in_its_own_words(task, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from spec_jax.core.errors import UserError\n"
+        "def get_config(arg='x'):\n"
+        "    if arg != 'x': raise UserError(f'say x and not {arg}')\n"
+        "    return {'task': 'generate', 'prompt': 'hello'}\n"
+    )
+    assert run.main(["mine.py:y"]) == 2
+    assert capsys.readouterr().err == "error: say x and not y\n"
+    assert run.main(["mine.py", "--config.prompt=bye"]) == 0
+    assert task.calls[0][0].prompt == "bye"
 
 
 def test_the_recipe_may_be_named_in_three_ways():

@@ -1,5 +1,6 @@
 """Calibrate, profile, serve: one walk on a tiny target, and what each refuses."""
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -22,16 +23,19 @@ from experiments import (
 from spec_jax.config import loading, schema
 from spec_jax.config.schema import serving as serving_schema
 from spec_jax.core import calibration
+from spec_jax.core.calibration import CostTable, FlatCost
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder
 from spec_jax.data import workload
 from spec_jax.data.prompts import user_prompt
 from spec_jax.data.workload import WorkItem
 from spec_jax.decode import plan
-from spec_jax.decode.budget import BudgetOptions, Choice
+from spec_jax.decode.budget import BudgetOptions, Choice, Counts
 from spec_jax.decode.jobs import RoundRecord
+from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Generation, Settings
+from spec_jax.decode.step import RoundOptions
 from tests.support import served
 
 slot_buckets = runtime.slot_buckets
@@ -110,9 +114,8 @@ class World:
 
     def serve(self, workdir, *words) -> int:
         path = f"--config.workload={self.workload}"
-        return self.run(
-            "serve_offline", workdir, path, "--config.row_buckets=2", *words
-        )
+        rows = ("--config.row_buckets=2",) if "--config.mode=compact" in words else ()
+        return self.run("serve_offline", workdir, path, *rows, *words)
 
     def metrics(self, workdir) -> dict:
         return json.loads((self.folder / workdir / "report.json").read_text())[
@@ -256,6 +259,23 @@ def test_serving_a_workload_with_a_budget(fitted):
             assert r <= cutoff and bonus == (r == cutoff)
         drafts = sum(row["verify_lens"]) - len(row["verify_lens"])
         assert drafts <= row["K"] and row["measured_s"] > 0
+    # Every handle of the rounds is one request's, and its tokens add up.
+    told = collections.Counter()
+    drafted = collections.Counter()
+    for row in rounds:
+        columns = (row[name] for name in ("requests", "emitted", "cutoff"))
+        for handle, count, drafts in zip(*columns, strict=True):
+            told[handle] += count
+            drafted[handle] += drafts
+    by_handle = {r["handle"]: r for r in rows.values() if not r["error"]}
+    assert set(told) == set(by_handle) and len(by_handle) == 6
+    for handle, row in by_handle.items():
+        assert len(row["token_ids"]) == row["tokens"] and row["seed"] in (None, 3)
+        if row["finish_reason"] == "length":
+            assert told[handle] + 1 == row["tokens"], row["id"]
+            assert drafted[handle] == row["drafted"] >= row["accepted"]
+    assert rows["stop"]["stopped_by"] == "w" and rows["a"]["stopped_by"] is None
+    assert rows["s"]["seed"] == 3 and rows["long"]["handle"] is None
     assert metrics["finished"] == {"length": 5, "refused": 4, "stop": 1}
     assert metrics["auto_off"]["context"] > 0
     assert metrics["compiles_after_warmup"] == 0
@@ -268,6 +288,21 @@ def test_serving_a_workload_with_a_budget(fitted):
     assert none["shares"]["plain"] == 1.0
 
 
+def test_a_target_that_breaks_says_so_in_the_records(world, monkeypatch):
+    tree = world.params["params"]
+    token = world.target.tokenizer.id_of("w8")
+    embed = tree["embed"].at[token].set(np.nan)
+    loaded = (world.target, {"params": {**tree, "embed": embed}})
+    monkeypatch.setattr(serving, "load_serving_target", lambda section: loaded)
+    assert world.serve("broken", "--config.pace=fast", "--config.drafter=") == 0
+    rows = {r["id"]: r for r in world.rows("broken", "requests.jsonl")}
+    assert rows["b"]["finish_reason"] == "error"
+    assert "not finite" in rows["b"]["error"] and "target.dtype" in rows["b"]["error"]
+    for row in rows.values():
+        assert bool(row["error"]) == (row["finish_reason"] in ("error", "refused"))
+    assert world.metrics("broken")["finished"]["error"] >= 1
+
+
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
@@ -278,6 +313,8 @@ def test_serving_a_workload_with_a_budget(fitted):
         ("profile", ["--config.form=cubic"], "form='cubic' must be one of"),
         ("profile", ["--config.context=50"], "context=50"),
         ("profile", ["--config.repeats=0"], "repeats=0 must be 1 or more"),
+        ("profile", ["--config.serve.speculate=False"], "serve.speculate=False"),
+        ("calibrate", ["--config.serve.speculate=False"], "serve.speculate=False"),
         ("serve", ["--config.mode=fast"], "mode='fast' must be one of"),
         ("serve", ["--config.pace=slow"], "pace='slow' must be one of"),
         ("serve", ["--config.workload=/no.jsonl"], "workload='/no.jsonl'"),
@@ -288,6 +325,33 @@ def test_serving_a_workload_with_a_budget(fitted):
             "switches speculation off",
         ),
         ("serve", ["--config.cost=c.json"], "is for the modes with a budget"),
+        ("serve", ["--config.row_buckets=2"], "row_buckets=2 is for the modes with a"),
+        ("serve", ["--config.allow_unmarked=True"], "allow_unmarked=True is about fil"),
+        *(
+            (
+                "serve",
+                ["--config.drafter=", f"--config.serve.{name}={value}"],
+                f"serve.{name}={value!r} is for drafts",
+            )
+            for name, value in (
+                ("num_draft", 2),
+                ("topology", "static_tree"),
+                ("tree_nodes", 9),
+                ("one_hot_draft", True),
+            )
+        ),
+        (
+            "serve",
+            ["--config.mode=compact", "--config.serve.topology=static_tree"],
+            "mode='compact' plans with the drafts' confidence, and serve.topology='sta",
+        ),
+        (
+            "serve",
+            ["--config.mode=cap_accept", "--config.serve.topology=dynamic_tree"],
+            "use --config.mode=static or --config.serve.topology=chain",
+        ),
+        ("profile", ["--config.serve.topology=static_tree"], "must be 'chain'"),
+        ("calibrate", ["--config.serve.topology=static_tree"], "must be 'chain'"),
         (
             "serve",
             ["--config.plan.min_verify_len=2"],
@@ -324,8 +388,8 @@ def test_serving_a_workload_with_a_budget(fitted):
 )
 def test_wrong_input_ends_with_code_two(world, no_engine, capsys, task, words, said):
     assert getattr(world, task)("wrong", *words) == 2
-    text = capsys.readouterr().err
-    assert said in text and text.startswith("error: ") and text.count("\n") == 1
+    lines = [x for x in capsys.readouterr().err.splitlines() if x[:6] != "note: "]
+    assert len(lines) == 1 and said in lines[0] and lines[0].startswith("error: ")
 
 
 def test_too_few_rounds_fit_nothing(world, monkeypatch, capsys):
@@ -336,7 +400,15 @@ def test_too_few_rounds_fit_nothing(world, monkeypatch, capsys):
 
 
 STS = {"temperatures": [1.0, 2.0, 3.0]}
-COST = {"sample_batch_tokens": [1], "sample_steps_per_sec": [9.0]}
+COST = {"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [9.0, 8.0]}
+SHORT = {"sample_batch_tokens": [1, 7], "sample_steps_per_sec": [9.0, 8.0]}
+ADDITIVE = {
+    "bias_seconds": 1.0,
+    "bs_probes": [1],
+    "alpha_seconds": [0.0],
+    "m_probes": [1, 8],
+    "theta_seconds": [0.0, 1.0],
+}
 
 
 @pytest.mark.parametrize(
@@ -346,9 +418,24 @@ COST = {"sample_batch_tokens": [1], "sample_steps_per_sec": [9.0]}
         ("sts", STS, {"model": "another"}, "for model 'another'"),
         ("sts", STS, {"drafter": "another"}, "for drafter 'another'"),
         ("sts", STS, {"device": "abacus"}, "for device 'abacus'"),
+        ("sts", STS, {"processor": "abacus, 2 cores"}, "for processor 'abacus, 2"),
+        ("sts", STS, {"dtype": "bfloat16"}, "for dtype 'bfloat16'"),
+        ("sts", STS, {"processor": None}, "does not say which processor"),
         ("sts", STS, {}, "does not say which model"),
         ("cost", COST, {"model": "another"}, "for model 'another'"),
         ("cost", COST, {"device": "abacus"}, "for device 'abacus'"),
+        ("cost", COST, {"processor": "abacus, 2 cores"}, "for processor 'abacus, 2"),
+        ("cost", COST, {"processor": None}, "does not say which processor"),
+        ("cost", COST, {"dtype": "bfloat16"}, "for dtype 'bfloat16'"),
+        ("cost", COST, {"dtype": None}, "does not say which dtype"),
+        ("cost", SHORT, {"device": "cpu"}, "tokens=[1, 7] ends before the 8 rows"),
+        ("cost", ADDITIVE, {"device": "cpu"}, "bs_probes=[1] ends before the 2 req"),
+        (
+            "cost",
+            COST,
+            {"plain_requests": [1], "plain_seconds": [0.5]},
+            "plain_requests=[1] ends before the 2 requests",
+        ),
         ("cost", COST, {"num_draft": 7}, "for num_draft 7"),
         ("cost", COST, {"ladder": [[2, [8]]]}, "for ladder"),
         ("cost", COST, {"ladder": None}, "does not say which ladder"),
@@ -370,8 +457,43 @@ def test_files_of_something_else_are_refused(
     path = world.folder / f"{kind}.json"
     path.write_text(json.dumps(content))
     assert world.serve("w", "--config.mode=compact", f"--config.{kind}={path}") == 2
-    text = capsys.readouterr().err
-    assert said in text and text.count("\n") == 1
+    lines = [x for x in capsys.readouterr().err.splitlines() if x[:6] != "note: "]
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_files_without_marks_are_taken_where_the_recipe_says_so(world):
+    exported = serving.load_drafter(world.drafter, world.target)
+    # As files of before said it: neither processor nor dtype; and SGLang's own form.
+    old = runtime.facts(world.target, exported) | {"num_draft": 3}
+    del old["processor"], old["dtype"]
+    path = world.folder / "old.json"
+    cfg = schema.ServeOffline(
+        drafter="d",
+        mode="compact",
+        cost=str(path),
+        row_buckets=2,
+        allow_unmarked=True,
+        serve=schema.Serve(slots=2),
+    )
+    for extras in ({}, {"spec_jax": old}):
+        path.write_text(json.dumps(COST | extras))
+        made = runtime.load_planning(cfg, world.target, exported, [])
+        assert made["cost"].round_time(2, 8) == 0.125
+        # It still has to say something of the largest program.
+        path.write_text(json.dumps(SHORT | extras))
+        with pytest.raises(UserError, match="ends before the 8 rows"):
+            runtime.load_planning(cfg, world.target, exported, [])
+
+
+@pytest.mark.parametrize("mode", ["compact", "cap_accept"])
+def test_drafts_that_are_looked_up_are_refused_before_anything_compiles(world, mode):
+    layout = types.SimpleNamespace(num_draft=3)
+    found = types.SimpleNamespace(
+        drafter=types.SimpleNamespace(name="lookup", layout=layout)
+    )
+    cfg = schema.ServeOffline(drafter="some/lookup", mode=mode)
+    with pytest.raises(UserError, match="'some/lookup' looks.*--config.mode=static"):
+        runtime.load_planning(cfg, world.target, found, [])
 
 
 def test_temperatures_of_another_regime_are_refused(world):
@@ -454,6 +576,17 @@ def test_words_of_a_regime():
     sampled = Settings(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
     words = "temperature=0.7, top_k=5, top_p=0.9, min_p=0.05"
     assert runtime.regime_of(sampled) == words
+    # Whatever else changes what is drafted or accepted is part of it.
+    ruled = Settings(repetition_penalty=1.3, presence_penalty=0.5)
+    words = "greedy, presence_penalty=0.5, repetition_penalty=1.3"
+    assert runtime.regime_of(ruled, one_hot_draft=True) == words
+    biased = Settings(temperature=1.0, logit_bias=((3, 1.0), (4, 2.0)))
+    words = "temperature=1, logit_bias of 2 tokens, one_hot_draft"
+    assert runtime.regime_of(biased, one_hot_draft=True) == words
+    hot = schema.Serve(temperature=1.0, one_hot_draft=True)
+    assert runtime.regime_of(hot) == "temperature=1, one_hot_draft"
+    cold = dataclasses.replace(hot, temperature=0.0)
+    assert runtime.regime_of(cold) == "greedy"
     assert slot_buckets(1) == (1,)
     assert slot_buckets(6) == (1, 2, 4, 6)
     assert slot_buckets(8) == (1, 2, 4, 8)
@@ -497,9 +630,19 @@ def test_only_whole_live_proposals_are_samples():
 class Doubled:
     """An engine that waits for nothing: two rounds in flight at most."""
 
-    def __init__(self, choices, results):
-        self.options = types.SimpleNamespace(slots=2)
-        self.planner = types.SimpleNamespace(decide=lambda *a: choices.pop(0))
+    def __init__(self, choices, results, mode="compact"):
+        self.options = EngineOptions(
+            slots=2, round=RoundOptions(plan=PlanOptions(mode=mode))
+        )
+        counts = Counts()
+
+        def decide(round_index, live, own_rows):
+            counts.slots += len(live) - len(own_rows)
+            return choices.pop(0)
+
+        terms = types.SimpleNamespace(table=CostTable(FlatCost((1, 8), (4.0, 2.0), 8)))
+        self.planner = types.SimpleNamespace(decide=decide, counts=counts, terms=terms)
+        self.window = 4
         self.rounds, self.trace, self.queued = 0, [], [1, 0, 0]
         self._results, self._flight = results, []
         self.fetch = lambda tree: tree
@@ -556,6 +699,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "block": [3, 1],
             "emitted": [2, 1],
             "not_ready": False,
+            "looked_up": 1,
             "stale": 0,
             "filled": True,
             "predicted_s": 0.5,
@@ -579,6 +723,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
             "block": [1],
             "emitted": [1],
             "not_ready": True,
+            "looked_up": 0,
             "stale": 1,
             "filled": False,
             "predicted_s": None,
@@ -592,18 +737,53 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
         "plain": 0.5,
         "partial_budget": 0.0,  # 3 of 1 x 3
         "not_ready": 0.5,
-        "stale_slots": pytest.approx(1 / 3),
+        "stale_slots": 1.0,  # 1 of 1 whose history was looked up
     }
     log.rows[0]["planned"] = 2
     assert serve_offline.round_metrics(log.rows, 3)["shares"]["partial_budget"] == 0.5
     # The one round with a prediction had a prompt filled before it.
     assert shares["compared_rounds"] == 0
     log.rows[0]["filled"] = False
-    assert serve_offline.round_metrics(log.rows, 3)["predicted_over_measured"] == {
-        "p10": 2.0,
-        "p50": 2.0,
-        "p90": 2.0,
+    at = {"p10": 2.0, "p50": 2.0, "p90": 2.0}
+    found = serve_offline.round_metrics(log.rows, 3)["predicted_over_measured"]
+    assert found == {**at, "draft": at, "plain": None}
+
+
+def test_slots_without_history_are_shares_of_those_that_were_looked_up():
+    # One of two planned requests had ended on the device already.
+    row = {
+        "draft": True,
+        "R": 2,
+        "K": 3,
+        "T": 5,
+        "planned": 2,
+        "verify_lens": [1],
+        "not_ready": False,
+        "looked_up": 2,
+        "stale": 2,
+        "filled": False,
+        "predicted_s": None,
+        "measured_s": 1.0,
     }
+    for rows, share in (([row], 1.0), ([row, row | {"stale": 0}], 0.5), ([], 0.0)):
+        found = serve_offline.round_metrics(rows, 3)["shares"]["stale_slots"]
+        assert found == share
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "seconds"),
+    [("compact", 5, 0.125), ("cap_accept", 8, 0.5), ("static", 8, 0.5)],
+)
+def test_the_log_has_the_program_that_ran(monkeypatch, mode, rows, seconds):
+    """Where rows are not packed all windows ran, whatever the budget was for."""
+    monkeypatch.setattr(runtime, "RoundResult", types.SimpleNamespace)
+    choices = [Choice(True, 3, 2, 5, 0.125), Choice(False, 0, 2, 2, 0.0625)]
+    log = round_log.RoundLog(Doubled(choices, [result(), result()], mode))
+    for _ in range(3):
+        log.step()
+    draft, plain = log.rows
+    assert (draft["K"], draft["T"], draft["predicted_s"]) == (3, rows, seconds)
+    assert (plain["T"], plain["predicted_s"]) == (2, 0.0625)
 
 
 def test_the_log_misses_no_round_when_a_listener_raises(monkeypatch):

@@ -88,6 +88,29 @@ def test_each_named_file_is_held_out_and_made_up_prompts_are_not(target, tmp_pat
     assert found.held_out_sets == ("synth", "synth") and len(found.train) == 3
 
 
+def test_files_of_one_name_are_not_one_set(target, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    first = named(tmp_path / "a" / "test.jsonl", *WORDS[:6])
+    second = named(tmp_path / "b" / "test.jsonl", *WORDS[6:12])
+    data = dataclasses.replace(DATA, prompts=f"{first}, {second}", num_synth_prompts=0)
+    with pytest.raises(UserError, match=r"data\.prompts=.* are both the set 'test'"):
+        make(target, data, tmp_path / "s")
+    own = named(tmp_path / "builtin.jsonl", *WORDS[:6])
+    data = dataclasses.replace(data, prompts=f"builtin,{own}")
+    with pytest.raises(UserError, match=r"names 'builtin' and .* the set 'builtin'"):
+        synthesis_prompts.read_prompts(data)
+
+
+def test_the_built_in_list_is_a_set_of_its_own_name(tmp_path):
+    own = named(tmp_path / "prompts.jsonl", *WORDS[:3])
+    data = dataclasses.replace(DATA, prompts=f"builtin,{own}")
+    found = synthesis_prompts.read_prompts(data)
+    sets = collections.Counter(synthesis_prompts.set_of(p.source) for p in found)
+    assert sets["prompts"] == 3 and set(sets) == {"builtin", "prompts"}
+    assert found[0].source == "builtin:1"
+
+
 def test_a_repeated_prompt_is_one_prompt(target, tmp_path):
     files = [
         named(tmp_path / "a.jsonl", "w6", "w7", "w6", " w8", "w9", "w10"),

@@ -14,21 +14,24 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 
 from configs import why as recipe
-from experiments import run, serving, session, why
+from experiments import run, serving, session, training, why
 from spec_jax.config import loading
 from spec_jax.core import block_layout, masks
 from spec_jax.core.features import Contract
 from spec_jax.core.quick import quick_jit
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.data import capture, files
-from spec_jax.drafters import base, blocks
+from spec_jax.drafters import base, blocks, feedback
 from spec_jax.evals import why as checks
 from spec_jax.export import folder, golden, storage
 from spec_jax.nn import attention, block, layers, recurrent
+from spec_jax.parallel import mesh as mesh_lib
+from spec_jax.train import state
 from tests.support import drafting, served, tiny
 
 SPEC = dataclasses.replace(tiny.spec_of(served.VOCAB), num_layers=4)
@@ -65,15 +68,21 @@ def serving_params():
     return serving.serving_params(make_target().params)
 
 
-def export(path, kind, *, vocab=None, stirred=True, probe=False):
-    """A random drafter's folder."""
-    target = make_target()
+def make_drafter(kind, vocab=None):
     options = dict(KINDS[kind])
     if vocab is not None:
         options["draft_vocab_size"] = vocab.size
-    drafter = base.load(kind, options, SPEC)
-    weights = drafter.init(jax.random.key(0))
-    if stirred:
+    return base.load(kind, options, SPEC)
+
+
+def export(
+    path, kind, *, vocab=None, stirred=True, probe=False, weights=None, seed=None
+):
+    """A random drafter's folder, or one of given weights and their run's seed."""
+    target, drafter = make_target(), make_drafter(kind, vocab)
+    given = weights is not None
+    weights = weights if given else drafter.init(jax.random.key(0))
+    if stirred and not given:
         weights = drafting.stir(weights, scale=0.3)
     contract = Contract(
         target=SPEC.name,
@@ -87,7 +96,14 @@ def export(path, kind, *, vocab=None, stirred=True, probe=False):
         text = np.random.default_rng(2).integers(3, served.MASK, 20)
         probe = golden.probe_from_target(target, text, drafter, vocab)
     folder.write_folder(
-        path, drafter, weights, contract, vocab, SPEC, golden_probe=probe or None
+        path,
+        drafter,
+        weights,
+        contract,
+        vocab,
+        SPEC,
+        golden_probe=probe or None,
+        seed=seed,
     )
     return str(path)
 
@@ -196,6 +212,17 @@ def test_a_drafter_without_fault_agrees(kind, folder_of, monkeypatch):
     assert "features" not in skipped and "draft state" not in skipped
     if kind != "lookup":
         assert any("beyond the text" in f.item for f in findings)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
+def test_a_drafter_of_some_tokens_agrees(kind, tmp_path, monkeypatch):
+    if kind != "dspark":  # one kind's rounds
+        monkeypatch.setattr(why, "round_findings", lambda *args: ())
+    findings = examine(export(tmp_path / "d", kind, vocab=VOCAB), stop=False)
+    assert checks.first_difference(findings) is None
+    of = {(f.check, f.item): f.status for f in findings}
+    assert of["contract", "vocabulary map d2t/t2d"] == checks.OK
+    assert of["logits", "labels"] == of["logits", "position 3"] == checks.OK
 
 
 # --- contract and template
@@ -401,9 +428,103 @@ def previous_off(monkeypatch):
     right = blocks.before_labels
 
     def wrong(backbone, batch, anchors_BN, values_BSX):
-        return right(backbone, batch, anchors_BN, jnp.roll(values_BSX, 1, 1))
+        if values_BSX.ndim == 2:
+            values_BSX = jnp.roll(values_BSX, 1, 1)
+        return right(backbone, batch, anchors_BN, values_BSX)
 
     monkeypatch.setattr(blocks, "before_labels", wrong)
+
+
+def slot_0_not_supervised(monkeypatch):
+    right = blocks.train_rows
+
+    def wrong(*args):
+        rows = right(*args)
+        return rows.replace(supervised_XM=rows.supervised_XM.at[:, 0].set(False))
+
+    monkeypatch.setattr(blocks, "train_rows", wrong)
+
+
+def teacher_off(monkeypatch):
+    """The tokens are right, the target's rows are those after them."""
+    right = blocks.before_labels
+
+    def wrong(backbone, batch, anchors_BN, values_BSX):
+        if values_BSX.ndim == 3:
+            values_BSX = jnp.roll(values_BSX, -1, 1)
+        return right(backbone, batch, anchors_BN, values_BSX)
+
+    monkeypatch.setattr(blocks, "before_labels", wrong)
+
+
+def teacher_positions_off(monkeypatch):
+    right = block_layout.teacher_positions
+    monkeypatch.setattr(block_layout, "teacher_positions", lambda *a: right(*a) + 1)
+
+
+def embedding_unscaled(module, name):
+    """The multiplier of the embedding, sqrt(D), is left out."""
+
+    def plant(monkeypatch):
+        right = getattr(module, name)
+        scale = SPEC.hidden_size**0.5
+        monkeypatch.setattr(module, name, lambda *args: right(*args) / scale)
+
+    return plant
+
+
+def fill_in(monkeypatch):
+    """DSpark's rows as DFlash's: the anchor and M masks, which predict."""
+    rows = property(lambda layout: layout.num_draft + 1)
+    monkeypatch.setattr(block_layout.BlockLayout, "num_query", rows)
+
+
+def masked_rows(monkeypatch):
+    """The blocks that were not sampled see nothing at all."""
+    right = block.attend_blocks
+
+    def wrong(q, k, v, ck, cv, anchors_BN, *rest):
+        out = right(q, k, v, ck, cv, anchors_BN, *rest)
+        seen_BN = (anchors_BN > 0).reshape(*anchors_BN.shape, 1, 1, 1, 1)
+        return jnp.where(seen_BN, out, jnp.nan)
+
+    monkeypatch.setattr(block, "attend_blocks", wrong)
+
+
+def index_over_the_batch(monkeypatch):
+    """Positions count on through the padded rows of a batch."""
+    right = block_layout.query_positions
+
+    def wrong(layout, anchors_BN):
+        row_B = jnp.arange(anchors_BN.shape[0])[:, None, None]
+        return right(layout, anchors_BN) + ROOM * row_B
+
+    monkeypatch.setattr(block_layout, "query_positions", wrong)
+
+
+def last_row_of_padding(monkeypatch):
+    monkeypatch.setattr(
+        block_layout, "last_rows", lambda length: jnp.full_like(length, ROOM - 1)
+    )
+
+
+def interleaved(monkeypatch):
+    """Channels turn in neighbouring pairs."""
+
+    def wrong(x, cos, sin):
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        even, odd = x[..., ::2], x[..., 1::2]
+        pairs = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+        return pairs.reshape(x.shape)
+
+    monkeypatch.setattr(layers, "rotate", wrong)
+
+
+def coarse_frequencies(positions, channels, theta, right):
+    exponents = jnp.arange(0, channels, 2, dtype=jnp.float32) / channels
+    frequencies = (1.0 / theta**exponents).astype(jnp.bfloat16).astype(jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def no_keys_between_depths(monkeypatch):
@@ -458,14 +579,16 @@ def anchor_first(monkeypatch):
 
 
 LEAK = ("visibility", "training, features from the anchor on")
+LABELS, TEACHER = ("logits", "labels"), ("logits", "teacher rows")
 EARLY = ("logits", "position 3")
+SHORT = ("logits", "a short row in the batch")
 # fault -> kind, side whose program has it, plant, (check, item), word of the detail
 PLANTED = {
     "A1 labels one slot off": (
         "dflash",
         "training",
         labels_off,
-        ("logits", "labels"),
+        LABELS,
         "slot 0",
     ),
     "A1 context up to the anchor": ("dflash", "training", anchor_visible, LEAK, "slot"),
@@ -479,6 +602,21 @@ PLANTED = {
         EARLY,
         "",
     ),
+    "A3 teacher row off, blocks": (
+        "dspark",
+        "training",
+        teacher_off,
+        TEACHER,
+        "slot 0",
+    ),
+    "A3 teacher row off, rollouts": (
+        "eagle3",
+        "training",
+        teacher_positions_off,
+        TEACHER,
+        "slot 0",
+    ),
+    "A5 fill-in rows": ("dspark", "serving", fill_in, EARLY, "slot 0"),
     "A5 anchor-first rows": ("dflash", "serving", anchor_first, EARLY, "slot 0"),
     "A7 previous token shifted, Markov": (
         "dspark",
@@ -493,6 +631,35 @@ PLANTED = {
         previous_off,
         EARLY,
         "slot 0",
+    ),
+    "A7 slot 0 never supervised": (
+        "dflash",
+        "training",
+        slot_0_not_supervised,
+        LABELS,
+        "slot 0 is never supervised",
+    ),
+    "A9 embedding not scaled, blocks": (
+        "dflash",
+        "training",
+        embedding_unscaled(blocks, "embed_blocks"),
+        EARLY,
+        "slot 0",
+    ),
+    "A9 embedding not scaled, rollouts": (
+        "eagle",
+        "training",
+        embedding_unscaled(feedback, "embed"),
+        EARLY,
+        "slot 0",
+    ),
+    "A12 interleaved rotation": ("dflash", "serving", interleaved, EARLY, ""),
+    "A12 bfloat16 frequencies": (
+        "dflash",
+        "serving",
+        tables(coarse_frequencies),
+        ("logits", "position 15"),  # it grows with the position
+        "",
     ),
     "A12 positions clamped": (
         "dflash",
@@ -518,6 +685,21 @@ PLANTED = {
         ("visibility", "serving, features from the anchor on"),
         "",
     ),
+    "A15 index over the batch": (
+        "dflash",
+        "training",
+        index_over_the_batch,
+        SHORT,
+        "slot 0",
+    ),
+    "A15 last row of the padding": (
+        "eagle3",
+        "serving",
+        last_row_of_padding,
+        EARLY,
+        "slot 0",
+    ),
+    "A16 masked rows": ("dflash", "training", masked_rows, SHORT, "not finite"),
     "A16 padding seen": (
         "eagle3",
         "training",
@@ -570,7 +752,7 @@ def features(**change):
     """Changes what `capture` computes: `features`, `teacher` and the extremes."""
 
     def plant(monkeypatch, paths):
-        right = capture._forward_rows
+        right = capture.forward_rows
 
         def wrong(*args):
             made = list(right(*args))
@@ -579,13 +761,19 @@ def features(**change):
                     made[index] = change[name](made[index], paths)
             return tuple(made)
 
-        monkeypatch.setattr(capture, "_forward_rows", wrong)
+        monkeypatch.setattr(capture, "forward_rows", wrong)
 
     return plant
 
 
 def rounded(dtype):
     return features(features=lambda f, paths: f.astype(dtype).astype(jnp.float32))
+
+
+def eighth_bits(f, paths):
+    """int8, one scale for each row of a plane."""
+    scale = jnp.abs(f).max(-1, keepdims=True) / 127
+    return jnp.round(f / scale) * scale
 
 
 def with_plane(rows):
@@ -619,6 +807,10 @@ FEATURES = {
         features(features=lambda f, p: jnp.roll(f, 1, 1)),
         ("layer 0, chunks", "it is the row before"),
     ),
+    "A3 teacher row off by one": (
+        features(teacher=lambda t, p: jnp.roll(t, 1, 1)),
+        ("last hidden, chunks", "it is the row before"),
+    ),
     "A4 zeros": (
         features(features=lambda f, p: f.at[:, :, 1].set(0.0)),
         ("layer 2, chunks", "all entries are 0"),
@@ -648,6 +840,7 @@ FEATURES = {
         ("layer 2, chunks", "position"),
     ),
     "A17 bfloat16": (rounded(jnp.bfloat16), ("layer 0, chunks", "rounded")),
+    "A17 int8": (features(features=eighth_bits), ("layer 0, chunks", "rounded")),
     "A17 float8": (rounded(jnp.float8_e4m3fn), ("layer 0, chunks", "rounded")),
 }
 
@@ -688,6 +881,55 @@ def test_weights_as_initialised_are_named(tmp_path):
     found = first(examine(path))
     assert (found.check, found.item) == ("weights", "norms")
     assert "exactly 1" in found.detail
+
+
+@pytest.fixture(scope="module")
+def head_unmoved():
+    """EAGLE-3 as a run of seed 5 starts it, then all but its head moved."""
+    mesh = mesh_lib.make_mesh()
+    start = state.init_state(make_drafter("eagle3"), optax.sgd(0.1), 5, mesh).params
+    moved = drafting.stir(start, scale=0.3)
+    moved["params"]["head"] = np.asarray(start["params"]["head"])
+    return moved
+
+
+def test_a_weight_that_training_never_moved_is_named(head_unmoved, tmp_path):
+    path = export(tmp_path / "d", "eagle3", weights=head_unmoved, seed=5)
+    findings = examine(path)
+    assert checks.sentence(findings) == (
+        "first difference: weights, initial values: head: still as initialised"
+    )
+
+
+@pytest.mark.parametrize(
+    "seed, status, word",
+    [
+        (5, "differs", "head"),
+        (0, "ok", "none is left"),
+        (None, "not applicable", "seed"),
+    ],
+)
+def test_first_weights_are_those_of_the_folders_own_seed(
+    seed, status, word, head_unmoved, tmp_path
+):
+    path = export(tmp_path / "d", "eagle3", weights=head_unmoved, seed=seed)
+    found = why.read(path, make_target())
+    assert folder.seed_in(found.config) == seed
+    findings = why.weight_findings(found, found.exported.drafter)
+    of = {f.item: f for f in findings}
+    assert of["norms"].status == checks.OK
+    assert of["initial values"].status == status
+    assert word in of["initial values"].detail
+
+
+def test_a_run_exports_its_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "write_folder", lambda *args, **given: given)
+    monkeypatch.setattr(golden, "probe_from_target", lambda *args: None)
+    made = types.SimpleNamespace(train=[types.SimpleNamespace(tokens=[1])])
+    prepared = types.SimpleNamespace(made=made, target=make_target(), vocab=None)
+    cfg = types.SimpleNamespace(seed=5, export=types.SimpleNamespace(dtype="float32"))
+    given = training.export(prepared, cfg, None, {}, None, tmp_path)
+    assert given["seed"] == 5
 
 
 def test_weights_that_are_not_finite_are_named(folder_of, tmp_path):

@@ -1,5 +1,6 @@
 """Folders of other conventions: converted aloud, or refused with a sentence."""
 
+import dataclasses
 import json
 import shutil
 
@@ -149,6 +150,69 @@ def test_eagle3_norm_output(foreign, target):
         read(path, target)
     got = read(foreign("eagle3", lambda c: c.update(norm_output=False)), target)
     says(got, "norm_output is false")
+
+
+def of_class(name, ids, top_level=False):
+    """An EAGLE-3 configuration of that class and list."""
+
+    def configure(config):
+        config["architectures"] = [name]
+        config["eagle_config"] = {"use_aux_hidden_state": True}
+        (config if top_level else config["eagle_config"])[IDS] = ids
+
+    return configure
+
+
+@pytest.mark.parametrize("top_level", [False, True])
+def test_eagle3_ids_of_the_class_that_counts_inputs(top_level, foreign, make, target):
+    configure = of_class("Eagle3LlamaForCausalLM", [1, 2, 4], top_level)
+    got = read(foreign("eagle3", configure), target)
+    same_weights(got, make("eagle3"))
+    assert got.drafter.options.layer_ids == (0, 1, 3)
+    assert got.drafter.needs.layer_ids == got.contract.layer_ids == (0, 1, 3)
+    says(
+        got,
+        f"{IDS}=[1, 2, 4] counts layer inputs, as Eagle3LlamaForCausalLM is read",
+        "read as outputs of layers (0, 1, 3); if it counts outputs, write",
+    )
+    below = of_class("Eagle3LlamaForCausalLM", [0, 2, 4], top_level)
+    with pytest.raises(UserError, match=r"layer_ids=\(-1, 1, 3\) must be ascending"):
+        read(foreign("eagle3", below), target)
+
+
+def test_the_default_of_layer_inputs_under_either_class(target):
+    """36 layers: inputs 2, 18, 33 are outputs 1, 17, 32."""
+    spec = dataclasses.replace(target.spec, num_layers=36)
+
+    def adopted(name, ids):
+        config = {"architectures": [name], "eagle_config": {IDS: ids}}
+        config, _, said = converters.adopt(config, {}, spec, "folder x")
+        return config["eagle_config"][IDS], said[0]
+
+    ids, _ = adopted("Eagle3LlamaForCausalLM", [2, 18, 33])
+    assert ids == [1, 17, 32]
+    ids, said = adopted("LlamaForCausalLMEagle3", [2, 18, 33])
+    assert ids == [2, 18, 33] and "if that is meant, write architectures" in said
+    ids, said = adopted("LlamaForCausalLMEagle3", [1, 17, 32])
+    assert ids == [1, 17, 32] and said.endswith("is taken as layer outputs")
+
+
+def test_ids_of_a_class_that_says_nothing_are_asked_about(foreign, target):
+    path = foreign("eagle3", of_class("LlamaForCausalLM", [0, 1, 3]))
+    with pytest.raises(UserError, match=r"=\[0, 1, 3\] may count layer inputs or"):
+        read(path, target)
+    aux = {"aux_hidden_state_layer_ids": [2, 4]}
+    with pytest.raises(UserError, match=r"aux_hidden_state_layer_ids=\[2, 4\], which"):
+        read(foreign("dflash", lambda c: c.update(aux)), target)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
+def test_how_given_ids_are_taken_is_said(kind, foreign, make, target):
+    got = read(foreign(kind), target)
+    ids = list(make(kind).drafter.options.layer_ids)
+    assert got.drafter.needs.layer_ids == tuple(ids)
+    (said,) = {n for n in got.notes if "is taken as layer outputs" in n}
+    assert f"={ids} is taken" in said
 
 
 EAGLE3_REFUSED = {

@@ -489,7 +489,7 @@ def test_what_must_not_be_exported(export, drafter, contract, tmp_path):
         out = drafter.train_outputs(params, frozen, batch, key)
         return out.replace(hidden_XMD=out.hidden_XMD * 1.01)
 
-    with pytest.raises(ValueError, match="training-time and serving-time"):
+    with pytest.raises(UserError, match="training-time and serving-time"):
         export(path, drafter=dataclasses.replace(drafter, train_outputs=skewed))
     assert os.listdir(tmp_path) == []
 

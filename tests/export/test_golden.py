@@ -111,7 +111,7 @@ def test_damaged_rounds_are_refused(stored, drafter, params, probe):
 
 def test_weights_that_are_not_finite_are_not_recorded(drafter, params, probe):
     bad = with_leaf(params, "norm", lambda w: w.at[0].set(jnp.nan))
-    with pytest.raises(ValueError, match="usable drafts"):
+    with pytest.raises(UserError, match="usable drafts"):
         golden.record(drafter, bad, probe)
 
 

@@ -295,7 +295,30 @@ def test_folders_without_a_contract(kind, make, whole_of, target, tmp_path):
     got = read(path, target)
     assert got.drafter.options == expected_options(made.drafter)
     jax.tree.map(np.testing.assert_array_equal, got.params, made.params)
-    assert len(got.notes) == 2 and "contract.json" in got.notes[0]
+    *ids, contract, rest = got.notes
+    assert "contract.json" in contract and "no golden round" in rest
+    assert bool(ids) == bool(got.drafter.needs.layer_ids)
+    assert all("is taken as layer outputs" in note for note in ids)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_folder_that_does_not_say_how_many_serves_any_number(
+    kind, whole_of, target, tmp_path
+):
+    """Its own default is nobody's training; where one is said, it bounds."""
+    said = shutil.copytree(whole_of(kind), tmp_path / "said")
+    assert read(said, target, num_draft=2).drafter.layout.num_draft == 2
+    with pytest.raises(UserError, match="num_draft=9 is more than the 4"):
+        read(said, target, num_draft=9)
+    path = foreign(whole_of(kind), tmp_path)
+    configure(path, lambda c: c.pop("spec_jax"))
+    for size_m in (2, 9):
+        got = read(path, target, num_draft=size_m)
+        assert got.drafter.layout.num_draft == size_m
+        assert any(f"it serves {size_m} drafts a round" in n for n in got.notes)
+        assert not any("trained for" in n for n in got.notes)
+    with pytest.raises(UserError, match="num_draft=0"):
+        read(path, target, num_draft=0)
 
 
 @weighted

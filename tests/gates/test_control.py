@@ -69,6 +69,60 @@ def test_the_control_changes_nothing_else(drafter):
     np.testing.assert_array_equal(again["params"]["fc"], control["params"]["fc"])
 
 
+FAMILY = {
+    "eagle": {"num_draft": 3, "num_starts": 2},
+    "eagle3": {"num_draft": 3, "num_starts": 2, "layer_ids": (1, 3)},
+    "dflash": {},
+    "dspark": {"markov_rank": 4},
+    "dflash2": {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4},
+}
+BLOCK = {"num_layers": 1, "num_draft": 3, "mask_id": 3, "layer_ids": (1, 3)}
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_rows_of_features_alone_are_shuffled(kind):
+    """EAGLE's `fc` reads `[embedding; feature]`, the others' features alone."""
+    options = FAMILY[kind] if "eagle" in kind else BLOCK | FAMILY[kind]
+    drafter = base.load(kind, options, drafting.TINY)
+    params = drafting.stir(drafter.init(jax.random.key(0)))
+    size_d = drafting.TINY.hidden_size
+    before = np.asarray(params["params"]["fc"])
+    after = np.asarray(decoding.with_shuffled_features(params)["params"]["fc"])
+    assert after.shape == before.shape
+    tokens = size_d if kind == "eagle" else 0
+    np.testing.assert_array_equal(after[:tokens], before[:tokens])
+    ours, theirs = after[tokens:], before[tokens:]
+    assert len(ours) == size_d * max(1, drafter.needs.num_layers)
+    same_KK = (ours[:, None] == theirs[None]).all(-1)
+    assert (same_KK.sum(0) == 1).all() and (same_KK.sum(1) == 1).all()
+    assert np.diagonal(same_KK).mean() < 0.2
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_feedback_drafter_keeps_its_tokens(kind):
+    """Its control without features is itself without features."""
+    drafter = base.load(kind, FAMILY[kind], drafting.TINY)
+    params = drafting.stir(drafter.init(jax.random.key(0)))
+    control = decoding.with_shuffled_features(params)
+    batch = drafting.make_batch(drafter, (14, 11), 16)
+    blind = batch.replace(
+        features_BSLD=np.zeros_like(batch.features_BSLD),
+        teacher_BSD=np.zeros_like(batch.teacher_BSD),
+    )
+    programs, frozen = drafting.Programs(drafter), drafting.make_frozen()
+
+    def first_draft(params, batch):
+        """Its later drafts read its own outputs for features."""
+        proposal, _ = programs.serve(params, frozen, batch, (9, 6), (8,), 8, 32)
+        return np.asarray(proposal.law.logits_BTV)[:, 0]
+
+    np.testing.assert_allclose(
+        first_draft(control, blind), first_draft(params, blind), rtol=0, atol=1e-4
+    )
+    apart = first_draft(control, batch) - first_draft(params, batch)
+    assert np.abs(apart).max() > 0.1
+
+
 def test_a_drafter_without_features_has_no_control():
     with pytest.raises(ValueError, match="has no fc"):
         decoding.with_shuffled_features({"params": {"head": jnp.zeros(3)}})

@@ -67,8 +67,11 @@ class Outcome:
     golden_max_abs: float
 
 
-def learn_and_serve(target, prompts, plan, folder) -> Outcome:
-    """Trains a drafter on the target's greedy answers and serves the prompts."""
+def learn_and_serve(target, prompts, plan, folder, held_out=()) -> Outcome:
+    """Trains a drafter on the target's greedy answers and serves the prompts.
+
+    With held-out prompts, it is those that are served.
+    """
     params = serving.serving_params(target.params)
     target = dataclasses.replace(target, params=params)
     many = plan.serve.slots
@@ -79,6 +82,8 @@ def learn_and_serve(target, prompts, plan, folder) -> Outcome:
         samples.make_sample(prompt, g.tokens, f"gate/{i}")
         for i, (prompt, g) in enumerate(zip(prompts, plain, strict=True))
     ]
+    if held_out:
+        prompts, plain = held_out, engine.generate(held_out, settings)
     drafter = base.load("dflash", plan.options, target.spec)
     contract = Contract(
         target=target.spec.name,
@@ -231,17 +236,16 @@ def questions(target, count):
     return [list(ids) for ids in found]
 
 
-@pytest.mark.slow
-def test_64_samples_are_served_above_three(tmp_path):
-    target = tiny_target.make_tiny_target(schema.TinyTarget(), 0, None)
-    plan = Plan(
+def plan_for(target, steps):
+    """A drafter of two layers for the tiny target."""
+    return Plan(
         options={
             "num_layers": 2,
             "num_draft": NUM_DRAFT,
             "mask_id": target.tokenizer.id_of(tiny_target.MASK),
             "num_anchors": 16,
         },
-        steps=1500,
+        steps=steps,
         batch=8,
         lr=3e-3,
         seq_len=96,
@@ -249,6 +253,12 @@ def test_64_samples_are_served_above_three(tmp_path):
             slots=16, max_context=128, prefill_buckets=(48,), max_new_tokens=48
         ),
     )
+
+
+@pytest.mark.slow
+def test_64_samples_are_served_above_three(tmp_path):
+    target = tiny_target.make_tiny_target(schema.TinyTarget(), 0, None)
+    plan = plan_for(target, steps=1500)
     prompts = questions(target, COUNT)
     outcome = learn_and_serve(target, prompts, plan, tmp_path)
     assert_same_text(target, prompts, outcome)
@@ -258,3 +268,23 @@ def test_64_samples_are_served_above_three(tmp_path):
     accept_length = decoding.accept_length(kept)
     by_position = decoding.accept_by_position(kept, NUM_DRAFT)
     assert accept_length > 3.0, by_position
+
+
+# ---- Text that was never trained on.
+
+HELD_OUT = 32
+
+
+@pytest.mark.slow
+def test_the_first_draft_holds_on_text_that_was_held_out(tmp_path):
+    """After 1,000 steps two first drafts of five are right, or it memorises."""
+    target = tiny_target.make_tiny_target(schema.TinyTarget(), 0, None)
+    prompts = questions(target, 512 + HELD_OUT)
+    unseen, prompts = prompts[:HELD_OUT], prompts[HELD_OUT:]
+    plan = plan_for(target, steps=1000)
+    outcome = learn_and_serve(target, prompts, plan, tmp_path, unseen)
+    assert_same_text(target, unseen, outcome)
+    kept = [g for g in outcome.ours if not samples.is_looping(g.tokens)]
+    assert len(kept) >= 0.8 * HELD_OUT
+    by_position = decoding.accept_by_position(kept, NUM_DRAFT)
+    assert by_position[0] >= 0.4, by_position

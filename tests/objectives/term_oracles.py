@@ -64,8 +64,11 @@ def top_columns(logits, k):
     return sorted(range(len(logits)), key=lambda u: (-logits[u], u))[:k]
 
 
-def row_terms(case, o, v, detached, x, m, column):
-    """Term values of one row, and what metrics read."""
+def row_terms(case, o, v, detached, x, m, column, counts=True):
+    """Term values of one row, and what metrics read.
+
+    `counts`: whether p says something there; else acceptance is 0.
+    """
     logits = logits_of(case, v, x, m)
     logq = oracles.log_softmax(logits)
     q = np.exp(logq)
@@ -107,6 +110,8 @@ def row_terms(case, o, v, detached, x, m, column):
             target = 1 - 0.5 * (
                 sum(abs(a - b) for a, b in zip(p, old_q, strict=True)) + lost
             )
+            if not counts:
+                target = out["overlap"] = 0.0
             out["confidence"] = target * softplus(-c) + (1 - target) * softplus(c)
             out["sigmoid"] = 1 / (1 + math.exp(-c))
     if "feature" in v:
@@ -130,7 +135,8 @@ def row_terms(case, o, v, detached, x, m, column):
 
 
 LABEL = ("ce", "selector")
-TEACHER = ("soft_ce", "l1", "lk", "confidence")
+LAW = ("soft_ce", "l1", "lk")
+TEACHER = (*LAW, "confidence")
 
 
 def everything(case, o, weights, v, detached=None, ramp=1.0):
@@ -145,9 +151,9 @@ def everything(case, o, weights, v, detached=None, ramp=1.0):
         if not valid[x, m]:
             return False
         by_label = o["teacher_rows"] == "label"
-        if term in LABEL or (term in TEACHER and not whole and by_label):
+        if term in LABEL or (term in LAW and not whole and by_label):
             return at[x][m] is not None
-        return term not in TEACHER or whole or best_known(case, x, m)
+        return term not in LAW or whole or best_known(case, x, m)
 
     numerator, denominator, total = 0.0, 0.0, dict.fromkeys(weights, 0.0)
     named = {}
@@ -160,7 +166,9 @@ def everything(case, o, weights, v, detached=None, ramp=1.0):
     taught = any(t in weights for t in TEACHER)
     for x in range(size_x):
         rows = [
-            row_terms(case, o, v, detached, x, m, at[x][m]) if valid[x, m] else None
+            row_terms(case, o, v, detached, x, m, at[x][m], uses("l1", x, m))
+            if valid[x, m]
+            else None
             for m in range(size_m)
         ]
         extra = np.ones(size_m)
@@ -200,11 +208,9 @@ def everything(case, o, weights, v, detached=None, ramp=1.0):
                 add(f"overlap_{m + 1}", row["overlap"] if ok else 0.0)
                 add("teacher_agreement", row["agree"] if ok else 0.0)
             if "confidence" in weights:
-                alive = alive and uses("confidence", x, m)
-                if uses("confidence", x, m):
-                    gap = row["sigmoid"] - row["overlap"]
-                    add("confidence_abs_error", abs(gap))
-                    add("confidence_bias", gap)
+                gap = row["sigmoid"] - row["overlap"]
+                add("confidence_abs_error", abs(gap))
+                add("confidence_bias", gap)
                 if alive:
                     run_c *= row["sigmoid"]
                     run_a *= row["overlap"]

@@ -266,6 +266,51 @@ def test_p_counts_where_the_targets_favourite_can_be_proposed(
     assert sums.denominator == ce_rows
 
 
+# Two drafts; p over four tokens, of which the first two can be drafted. The second
+# row's favourite, which is its label, cannot.
+LAW = np.array([[0.36, 0.24, 0.2, 0.2], [0.2, 0.1, 0.4, 0.3]])
+# (teacher_mass, teacher_rows) -> A of each draft, and the rows of `l1`.
+OVERLAPS = {
+    ("full", "argmax"): ([0.6, 0.3], [1, 1]),
+    ("draft", "argmax"): ([1.0, 0.0], [1, 0]),
+    ("draft", "label"): ([1.0, 0.0], [1, 0]),
+}
+
+
+@pytest.mark.parametrize(("mass", "rows"), OVERLAPS)
+def test_acceptance_with_and_without_the_mass_outside(mass, rows):
+    """q = (.6, .4): sum min(p, q) is .6, and 1 of a p that was renormalised."""
+    overlap, taught = OVERLAPS[mass, rows]
+    hidden = np.log([[0.6, 0.4, 1, 1]] * 2).astype("f4")
+    outputs = TrainOutputs(
+        hidden_XMD=hidden[None],
+        labels_XM=np.array([[0, 2]], np.int32),
+        valid_XM=np.ones((1, 2), "f4"),
+        anchors_BN=np.zeros((1, 1), np.int32),
+        teacher_XMD=np.log(LAW).astype("f4")[None],
+        confidence_XM=np.zeros((1, 2), "f4"),
+    )
+    eye = np.eye(4, dtype="f4")
+    frozen = Frozen(eye, eye[:, :2], np.array([0, 1], np.int32), eye)
+    options = ObjectiveOptions(teacher_mass=mass, teacher_rows=rows)
+    (_, (sums, got)), (grads, _) = run(
+        outputs, frozen, options, {"l1": 1.0, "confidence": 1.0}
+    )
+    a = np.array(overlap)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    assert sums.denominator == 2
+    close(got["l1_loss"][0], (2 * (1 - a) * taught).sum())
+    close([float(got[f"overlap_{j}"][0]) for j in (1, 2)], a)
+    close(got["tau_probabilistic"][0], 1 + a[0] + a[0] * a[1])
+    # Half is said everywhere: the slope of BCE at 0 is .5 - A.
+    close(grads.confidence_XM, [0.5 - a])
+    close(got["confidence_bias"], (np.sum(0.5 - a), 2))
+    close(got["confidence_abs_error"], (np.abs(0.5 - a).sum(), 2))
+    close(got["confidence_cumprod_bias"], (0.5 - a[0] + 0.25 - a[0] * a[1], 2))
+    assert (np.asarray(got["calibration_accept"][1]).sum(1) == 1).all()
+    close(np.asarray(got["calibration_accept"][0]).sum(1), a)
+
+
 def with_rows(outputs, fill):
     """The same with `fill` in every array of every unsupervised row."""
     off = outputs.valid_XM == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -318,8 +319,111 @@ def test_configurations_that_are_refused(folder, changes, sentence):
         params = safetensors_loader.load_safetensors_folder(folder).params["params"]
         np.testing.assert_array_equal(params["head"], params["embed"].T)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         safetensors_loader.load_safetensors_folder(folder)
+
+
+# Values of every json kind, and numbers at their edges.
+KINDS = (0, -1, 1.5, 10**30, math.nan, True, "x", [], [None], ["x"], {}, {"a": 1})
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+
+
+def refused_spec(changes, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        safetensors_loader.read_spec({**CONFIG, **changes})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", KINDS, ids=repr)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_hidden_layers",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_a_size_is_a_whole_number(key, value):
+    refused_spec({key: value}, f"config.json (has|sets) {key}")
+
+
+@pytest.mark.parametrize(
+    ("key", "taken"),
+    [
+        ("rope_theta", (1.5,)),
+        ("rms_norm_eps", (1.5,)),
+        ("tie_word_embeddings", (True,)),
+        ("layer_types", ([],)),
+        ("rope_parameters", ({}, {"a": 1})),
+        ("rope_scaling", ({}, {"a": 1})),
+        ("eos_token_id", (0, [])),
+        ("pad_token_id", (0, -1, 10**30)),
+    ],
+)
+def test_other_settings_have_one_kind(key, taken):
+    for value in KINDS:
+        if any(value is t or (value == t and value is not True) for t in taken):
+            spec = safetensors_loader.read_spec({**CONFIG, key: value})
+            assert 0 <= spec.pad_id < spec.vocab_size
+        else:
+            refused_spec({key: value}, f"config.json (has|sets) {key}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of its num_kv_"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"eos_token_id": 100}, r"eos_token_id=100, which .* in \[0, 100\)"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters has rope_theta="),
+        ({"model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, sentence):
+    refused_spec(changes, sentence)
+
+
+def test_layers_that_nothing_holds_are_not_counted(folder):
+    edit_json(folder / "config.json", num_hidden_layers=2**50)
+    with pytest.raises(UserError, match="too few for its"):
+        safetensors_loader.load_safetensors_folder(folder)
+
+
+@pytest.mark.parametrize("value", KINDS, ids=repr)
+@pytest.mark.parametrize(
+    ("name", "key", "taken"),
+    [
+        ("generation_config.json", "eos_token_id", (0, [])),
+        ("model.safetensors.index.json", "weight_map", ()),
+        ("tokenizer_config.json", "chat_template", ("x", [])),
+        ("tokenizer_config.json", "bos_token", ("x", {}, {"a": 1})),
+    ],
+)
+def test_other_files_of_a_folder_are_checked(folder, name, key, taken, value):
+    if not (folder / name).exists():
+        (folder / name).write_text('{"chat_template": "t"}')
+    edit_json(folder / name, **{key: value})
+    if any(value is t or (value == t and value is not True) for t in taken):
+        safetensors_loader.load_safetensors_folder(folder)
+        return
+    with pytest.raises(UserError, match=key) as error:
+        safetensors_loader.load_safetensors_folder(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_ids_that_end_a_generation(folder):
@@ -482,6 +586,25 @@ def test_gguf_of_other_sizes_or_architecture_is_refused(tmp_path):
         gguf_loader.load_gguf(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("num_heads", 0, "head_count=0, which is not a whole number"),
+        ("mlp_size", 0, "feed_forward_length=0, which is not a whole number"),
+        ("num_kv_heads", 4, "num_heads=6 is not a multiple of its num_kv_heads=4"),
+        ("norm_eps", 0.0, "layer_norm_rms_epsilon=0.0, which is not a number above"),
+        ("rope_theta", math.nan, "rope.freq_base=nan, which is not a number above"),
+        ("num_layers", 2**31, "too few for its 2147483648 layers"),
+    ],
+)
+def test_gguf_sizes_that_no_model_has(tmp_path, field, value, sentence):
+    fields = {**dataclasses.asdict(SPEC), field: value}
+    embed = {"model.embed_tokens.weight": np.ones((160, 64), np.float32)}
+    path = write_gguf(tmp_path / "a.gguf", types.SimpleNamespace(**fields), embed)
+    with pytest.raises(UserError, match=sentence):
+        gguf_loader.load_gguf(path)
+
+
 @pytest.mark.parametrize("keep", [0, 3, 2000, 60_000])
 def test_cut_gguf_is_refused(tmp_path, keep):
     path = write_gguf(tmp_path / "small.gguf", SPEC, weights_of(SPEC))
@@ -524,6 +647,8 @@ def test_second_load_comes_from_the_cache(small, count_reads):
     first = loading.load_target(path, cache_dir=cache)
     second = loading.load_target(path, cache_dir=cache)
     assert len(count_reads) == 1
+    (kept,) = os.scandir(os.path.join(cache, "targets"))
+    assert kept.stat().st_mode & 0o777 == 0o755  # others of the machine may read it
     for target in (first, second):
         assert target.spec == SPEC
         assert_same_tree(target.params, expected, atol=0, rtol=0)

@@ -279,16 +279,29 @@ def test_unfit_data_is_named(tmp_path):
         _train(tmp_path / "a", data=Ends)
     with pytest.raises(UserError, match=r"batch 2 is .*drop remainders"):
         _train(tmp_path / "b", data=Remainder)
-    with pytest.raises(UserError, match="batch_size=8 must be a multiple of 3"):
+    with pytest.raises(UserError, match="train.batch=8 must be a multiple of 3"):
         _train(tmp_path / "c", accumulation=3)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("steps", 0), ("accumulation", 0), ("eval_every", -1), ("max_seconds", 0.0)],
+    [
+        ("steps", 0),
+        ("accumulation", 0),
+        ("eval_every", -1),
+        ("save_every", -1),
+        ("max_skipped_in_row", -1),
+        ("max_seconds", 0.0),
+    ],
 )
 def test_bad_options_are_named(field, value):
-    with pytest.raises(UserError, match=f"train.{field}="):
+    """As a recipe calls them, where one has them."""
+    said = {
+        "save_every": "train.checkpoint_every",
+        "max_skipped_in_row": "^max_skipped_in_row",
+        "max_seconds": "^max_seconds",
+    }
+    with pytest.raises(UserError, match=f"{said.get(field, f'train.{field}')}="):
         LoopOptions(**({"steps": 1} | {field: value}))
 
 

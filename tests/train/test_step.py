@@ -263,10 +263,10 @@ def test_bad_input_is_named():
     optimiser = make_optimiser(OPTIONS)
     with pytest.raises(UserError, match=r"fc is bfloat16.*float32"):
         init_state(toy.make_drafter(jnp.bfloat16), optimiser, 0, MESH)
-    with pytest.raises(UserError, match="batch_size=8 must be a multiple of 3"):
+    with pytest.raises(UserError, match="train.batch=8 must be a multiple of 3"):
         check_batch(toy.make_batch(0), MESH, 3)
     state = init_state(toy.make_drafter(), optimiser, 0, MESH)
-    with pytest.raises(UserError, match=r"optimiser.ema=0.5"):
+    with pytest.raises(UserError, match=r"ema=0.5"):
         make_train_step(
             toy.make_drafter(), toy.loss, optimiser, MESH, template=state, ema=0.5
         )

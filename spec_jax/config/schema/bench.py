@@ -13,7 +13,7 @@ from spec_jax.config.schema.checks import (
 )
 from spec_jax.config.schema.data import Capture, Data
 from spec_jax.config.schema.recipes import Common
-from spec_jax.config.schema.serving import Plan, Serve
+from spec_jax.config.schema.serving import Plan, Serve, needs_drafts
 from spec_jax.config.schema.training import Drafter
 
 
@@ -369,12 +369,7 @@ class BenchSchedule(Common):
             f"does not go with serve.temperature={self.serve.temperature:g}: give "
             "both a value above 0, or neither",
         )
-        check(
-            self.serve.topology == "chain",
-            "serve.topology",
-            self.serve.topology,
-            "must be 'chain': trees have no confidence to plan with",
-        )
+        needs_drafts(self.serve)
 
     @property
     def loads(self) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,22 @@ from spec_jax.config.schema.checks import (
     top_p,
 )
 
+# What makes texts here, and has no effect beside `data.samples`. Recipes set the second
+# ones whether samples are named or not, so only one that is typed is refused.
+_MADE_HERE = (
+    "answer_temperature",
+    "answer_top_p",
+    "synth_temperature",
+    "synth_top_p",
+    "max_file_prompts",
+)
+SET_BY_RECIPES = (
+    "num_synth_prompts",
+    "synth_openings",
+    "synth_max_tokens",
+    "greedy_share",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -96,6 +112,15 @@ class Data:
             self.num_synth_prompts,
             "leaves nothing to train on; synthesise some, or name data.prompts",
         )
+        for name in _MADE_HERE if self.samples else ():
+            value = getattr(self, name)
+            check(
+                value == getattr(Data, name),
+                f"data.{name}",
+                value,
+                f"makes texts, and data.samples={self.samples!r} are made already; "
+                "leave it out",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +129,9 @@ class Capture:
 
     Attributes:
       dtype: features are stored in it.
-      batch: conversations of one capture step (and of one synthesis batch).
+      batch: conversations of one forward that captures a text which is there
+        without features; answers keep theirs as they are made, in batches of their
+        own.
       shard_samples: conversations of one shard (one writer each).
       teacher: also keep the post-norm last hidden state (kept in any case for a
         drafter that needs it).

@@ -36,6 +36,42 @@ class Common:
         check(0 < self.max_load <= 1, "max_load", self.max_load, "must lie in (0, 1]")
 
 
+# Of a `Serve` section, what decides the shape of each topology's proposal.
+_TREE = ("tree_depth", "tree_top_k", "tree_nodes", "tree_parents")
+
+
+def _check_training_serve(serve: Serve) -> None:
+    """Refuses values of `serve` that a recipe which makes texts or trains overrides.
+
+    Raises:
+      UserError: one of them is not its default.
+    """
+    unused = {
+        name: "is not read where answers train and validate: data.greedy_share and "
+        "data.answer_temperature are how they are drawn, and validation is greedy"
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    if serve.slots != 1:  # what validation has
+        unused["slots"] = (
+            "is not read: answers are made in many slots, and validation has one"
+        )
+    used = {
+        "static_tree": ("tree_parents" if serve.tree_parents else "tree_depth",),
+        "dynamic_tree": ("tree_depth", "tree_top_k", "tree_nodes"),
+    }.get(serve.topology, ())
+    for name in _TREE:
+        if name not in used:
+            unused[name] = f"is not read for serve.topology={serve.topology!r}"
+    for name, rule in unused.items():
+        value = getattr(serve, name)
+        check(
+            value == getattr(Serve, name),
+            f"serve.{name}",
+            value,
+            f"{rule}; leave it out",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Common):
     """Prompts, capture, training, export and a check of the exported drafter.
@@ -56,6 +92,7 @@ class Pipeline(Common):
 
     def __post_init__(self):
         super().__post_init__()
+        _check_training_serve(self.serve)
         check(
             self.data.max_tokens <= self.train.seq_len,
             "train.seq_len",
@@ -160,3 +197,7 @@ class Synthesise(Common):
     task: str = "synthesise"
     data: Data = Data()
     serve: Serve = Serve()
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_training_serve(self.serve)

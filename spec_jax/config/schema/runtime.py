@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from spec_jax.config.schema.checks import check
 from spec_jax.config.schema.recipes import Common
-from spec_jax.config.schema.serving import AutoOff, Plan, Serve
+from spec_jax.config.schema.serving import AutoOff, Plan, Serve, needs_drafts
 
 MODES = ("static", "cap_accept", "compact")
 FORMS = ("additive", "flat")
 PACES = ("arrival", "fast")
+# Of `Serve`: what only rounds that draft read.
+_DRAFTS = (
+    "num_draft",
+    "topology",
+    "tree_depth",
+    "tree_top_k",
+    "tree_nodes",
+    "tree_parents",
+    "one_hot_draft",
+)
 # Of `Plan`: what every planned round reads, and what needs round times.
 _SHARED = ("survival_eps", "min_verify_len", "max_verify_len")
 _TIMED = (
@@ -58,6 +69,7 @@ class Calibrate(Common):
     def __post_init__(self):
         super().__post_init__()
         _needs_drafter(self.drafter)
+        needs_drafts(self.serve)
         _top(self, 0, "max_prompts")
         _top(self, 1, "num_bins", "min_rounds")
         check(bool(self.prompts), "prompts", self.prompts, 'is empty; try "builtin"')
@@ -90,6 +102,7 @@ class Profile(Common):
     def __post_init__(self):
         super().__post_init__()
         _needs_drafter(self.drafter)
+        needs_drafts(self.serve)
         check(self.form in FORMS, "form", self.form, f"must be one of {list(FORMS)}")
         _top(self, 1, "row_buckets", "repeats", "context")
         _top(self, 0, "warmup")
@@ -112,7 +125,8 @@ class ServeOffline(Common):
         as the drafter gives it.
       allow_unmarked: accept a table or temperatures that do not say what they were
         measured on (other programs').
-      row_buckets: row buckets T of each R (`compact`); as in the cost table.
+      row_buckets: row buckets T of each R, in the modes that have a budget; as in
+        the cost table.
       plan: how a budget is made and shared, in the modes that have one.
       auto_off: when speculation switches itself off for a request.
       serve: what requests do not say themselves.
@@ -144,6 +158,21 @@ class ServeOffline(Common):
         check(self.mode in MODES, "mode", self.mode, f"must be one of {list(MODES)}")
         _top(self, 1, "row_buckets")
         check(bool(self.workload), "workload", self.workload, "is empty; name a file")
+        if not self.drafter:
+            name = _changed(self.serve, Serve(), _DRAFTS)
+            check(
+                not name,
+                f"serve.{name}",
+                getattr(self.serve, name, None),
+                "is for drafts, and there are none without a drafter; name one with "
+                "--config.drafter=<folder>, or leave it out",
+            )
+        check(
+            not self.allow_unmarked or bool(self.cost or self.sts),
+            "allow_unmarked",
+            self.allow_unmarked,
+            "is about files, and neither cost nor sts names one; leave it out",
+        )
         if self.mode != "static":
             check(
                 bool(self.drafter),
@@ -151,23 +180,31 @@ class ServeOffline(Common):
                 self.mode,
                 "plans drafts and needs a drafter; name one, or use 'static'",
             )
+            check(
+                self.serve.topology == "chain",
+                "mode",
+                self.mode,
+                "plans with the drafts' confidence, and "
+                f"serve.topology={self.serve.topology!r} has none; use "
+                "--config.mode=static or --config.serve.topology=chain",
+            )
             if not self.cost:
                 self._check_unused(_TIMED, "needs round times; name --config.cost")
             return
         rule = "is for the modes with a budget; say --config.mode=compact"
         self._check_unused((*_SHARED, *_TIMED), rule)
-        for name in ("cost", "sts"):
-            check(
-                not getattr(self, name),
-                name,
-                getattr(self, name),
-                f"{rule}, or leave it out",
-            )
+        name = _changed(self, ServeOffline, ("cost", "sts", "row_buckets"))
+        check(not name, name, getattr(self, name, None), f"{rule}, or leave it out")
 
     def _check_unused(self, names: tuple[str, ...], rule: str) -> None:
         name = self.plan.changed(*names)
         value = getattr(self.plan, name) if name else None
         check(not name, f"plan.{name}", value, f"{rule}, or leave it out")
+
+
+def _changed(record: Any, default: Any, names: tuple[str, ...]) -> str:
+    """The first of these fields that is not its default's, or ""."""
+    return next((n for n in names if getattr(record, n) != getattr(default, n)), "")
 
 
 def _top(record, low: int, *names: str) -> None:

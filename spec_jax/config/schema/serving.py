@@ -172,3 +172,19 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
         ladder.append(first)
         first *= 2
     return (*ladder, last)
+
+
+def needs_drafts(serve: Serve) -> None:
+    """What measures or plans drafts serves chains of them."""
+    check(
+        serve.speculate,
+        "serve.speculate",
+        serve.speculate,
+        "drafts nothing, and rounds that draft are what is measured; leave it out",
+    )
+    check(
+        serve.topology == "chain",
+        "serve.topology",
+        serve.topology,
+        "must be 'chain': trees have no confidence to plan with",
+    )

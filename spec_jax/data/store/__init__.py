@@ -24,24 +24,31 @@ sha256 of every file, and a reader compares them before it believes a shard.
 """
 
 from spec_jax.data.store.layout import (
+    CAPTURED,
     DTYPES,
+    GENERATED,
     Layout,
     StoredSample,
     check_disk,
+    facts_of,
     plan_bytes,
 )
-from spec_jax.data.store.manifest import SampleInfo
+from spec_jax.data.store.manifest import SampleInfo, look_into
 from spec_jax.data.store.reader import FeatureStore, open_store
 from spec_jax.data.store.writer import StoreWriter
 
 __all__ = [
+    "CAPTURED",
     "DTYPES",
+    "GENERATED",
     "FeatureStore",
     "Layout",
     "SampleInfo",
     "StoreWriter",
     "StoredSample",
     "check_disk",
+    "facts_of",
+    "look_into",
     "open_store",
     "plan_bytes",
 ]

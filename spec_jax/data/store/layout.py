@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,13 @@ from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, FeatureSchema
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+# Where a store's features come from: kept while its text was generated, or captured
+# from a text that was there.
+GENERATED, CAPTURED = "generated", "captured"
+
+# (name, value as JSON) pairs of what decides a store's content.
+Facts = tuple[tuple[str, str], ...]
 
 # Only an upper bound: what is not written takes no room, and resizing a zarr
 # array is not atomic.
@@ -54,6 +64,8 @@ class Layout:
       shard_tokens: the most tokens a shard can hold.
       num_shards: shards of the complete store.
       made_from: sha256 of what the store is captured from, or "".
+      origin: `GENERATED` or `CAPTURED`; "" where a store of before does not say.
+      facts: what `made_from` was made of, for the sentence that says what differs.
     """
 
     schema: FeatureSchema
@@ -61,11 +73,38 @@ class Layout:
     shard_tokens: int
     num_shards: int
     made_from: str = ""
+    origin: str = ""
+    facts: Facts = ()
 
     @property
     def planes(self) -> int:
         """Rows of D per token: captured layers and the teacher."""
         return num_planes(self.schema)
+
+
+def facts_of(values: Mapping[str, Any]) -> Facts:
+    """What decides a store's content, by the names that a person knows."""
+    return tuple((name, json.dumps(value)) for name, value in values.items())
+
+
+def difference(ours: Layout, theirs: Layout) -> tuple[str, str, str] | None:
+    """What keeps a store from being continued: its name, their value, and ours.
+
+    A store of before says neither its origin nor its facts, and is compared by the
+    rest.
+    """
+    if theirs.origin and ours.origin != theirs.origin:
+        return "origin", repr(theirs.origin), repr(ours.origin)
+    if ours.made_from != theirs.made_from:
+        there = dict(theirs.facts)
+        for name, value in ours.facts:
+            if there.get(name, value) != value:
+                return name, there[name], value
+    for name in ("made_from", "schema", "dtype", "shard_tokens", "num_shards"):
+        pair = getattr(theirs, name), getattr(ours, name)
+        if pair[0] != pair[1]:
+            return name, repr(pair[0]), repr(pair[1])
+    return None
 
 
 def num_planes(schema: FeatureSchema) -> int:
@@ -91,9 +130,9 @@ def check_disk(path: str, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise UserError(
-            f"data.store={path!r} needs {num_bytes / 1e9:.2f} GB and {folder} has "
-            f"{free / 1e9:.2f} GB free; capture fewer tokens or layers, or a smaller "
-            "dtype"
+            f"feature store {path!r} needs up to {num_bytes / 1e9:.2f} GB and {folder} "
+            f"has {free / 1e9:.2f} GB free; name another data.folder, fewer tokens or "
+            "layers, or a smaller capture.dtype"
         )
 
 
@@ -130,7 +169,5 @@ def dtype_of(name: str) -> np.dtype:
       UserError: it is none of `DTYPES`.
     """
     if name not in DTYPES:
-        raise UserError(
-            f"data.feature_dtype is {name!r}; use one of {', '.join(DTYPES)}"
-        )
+        raise UserError(f"capture.dtype is {name!r}; use one of {', '.join(DTYPES)}")
     return np.dtype(jnp.dtype(name))

@@ -113,13 +113,26 @@ def read_index(path: str) -> tuple[Contract, Layout, dict[int, Entry]]:
             raise UserError(f"{file} is missing or differs from its checksum; {FIX}")
     schema = body["layout"].pop("schema")
     schema["layer_ids"] = tuple(schema["layer_ids"])
-    layout = Layout(schema=FeatureSchema(**schema), **body["layout"])
+    facts = tuple(map(tuple, body["layout"].pop("facts", ())))
+    layout = Layout(schema=FeatureSchema(**schema), facts=facts, **body["layout"])
     return contract, layout, {int(k): entry for k, entry in body["shards"].items()}
 
 
 def is_created(path: str) -> bool:
     """Whether a store's creation came to its end there."""
     return os.path.exists(os.path.join(path, INDEX))
+
+
+def look_into(path: str) -> tuple[Layout, int] | None:
+    """The layout of a store and its complete shards; None where none was created.
+
+    Raises:
+      UserError: see `read_index`.
+    """
+    if not is_created(path):
+        return None
+    _, layout, shards = read_index(path)
+    return layout, len(shards)
 
 
 def entry_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import shutil
@@ -17,7 +16,13 @@ from spec_jax.core.features import Contract, require_same
 from spec_jax.data.files import remove_temporaries, sync_folder
 from spec_jax.data.store import manifest
 from spec_jax.data.store.arrays import PLANES, open_array, shard_file
-from spec_jax.data.store.layout import Layout, StoredSample, check_layout, dtype_of
+from spec_jax.data.store.layout import (
+    Layout,
+    StoredSample,
+    check_layout,
+    difference,
+    dtype_of,
+)
 
 _LOCK = ".lock"
 
@@ -145,15 +150,13 @@ class StoreWriter:
             return {}
         contract, layout, shards = manifest.read_index(self.path)
         require_same(self._contract, contract, f"feature store {self.path!r}")
-        names = [field.name for field in dataclasses.fields(Layout)]
-        for name in sorted(names, key=lambda name: name != "made_from"):
-            ours, theirs = getattr(self.layout, name), getattr(layout, name)
-            if ours != theirs:
-                raise UserError(
-                    f"feature store {self.path!r} cannot be continued: its "
-                    f"{name} is {theirs!r}, this capture's is {ours!r}; use another "
-                    "folder or remove the store"
-                )
+        if found := difference(self.layout, layout):
+            name, theirs, ours = found
+            raise UserError(
+                f"feature store {self.path!r} cannot be continued: its {name} is "
+                f"{theirs}, this run's is {ours}; use another folder or remove the "
+                "store"
+            )
         return shards
 
 

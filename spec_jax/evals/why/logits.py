@@ -9,35 +9,61 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.core import verify_layout
-from spec_jax.evals.why.findings import DIFFERS, OK, SKIPPED, Finding
-from spec_jax.evals.why.runner import Runner
+from spec_jax.evals.why.findings import DIFFERS, OK, SKIPPED, Finding, verdict
+from spec_jax.evals.why.runner import SHORT, Runner
 from spec_jax.evals.why.text import Text
 
 
-def label_finding(runner: Runner, text: Text) -> Finding:
-    """Row j of a block is taught the token that draft j stands for (A1)."""
+def label_findings(runner: Runner, text: Text) -> Iterator[Finding]:
+    """What row j of a block is taught, by the token and by the teacher (A1, A3, A7).
+
+    Draft j's token is its label, the target's row before that token its teacher,
+    and of the rows whose token is supervised every slot has some.
+    """
     size, vocab = len(text.tokens_S), runner.frozen.embed_VD.shape[0]
     # Neighbours differ, whatever the text repeats.
+    tokens_S = (np.arange(size) % vocab).astype(text.tokens_S.dtype)
+    hidden_SD = np.broadcast_to(np.arange(size)[:, None], text.hidden_SD.shape)
     ramp = dataclasses.replace(
-        text, tokens_S=(np.arange(size) % vocab).astype(text.tokens_S.dtype)
+        text, tokens_S=tokens_S, hidden_SD=hidden_SD.astype(text.hidden_SD.dtype)
     )
     rows = runner.train(ramp, 1, text.length - 1)
-    num_draft = runner.drafter.layout.num_draft
-    for x, anchor in enumerate(rows.anchors_X):
-        place = _draft_places(int(anchor), rows.labels_XM.shape[1])
-        for slot, at in enumerate(place):
-            if rows.valid_XM[x, slot] and rows.labels_XM[x, slot] != ramp.tokens_S[at]:
-                off = int(rows.labels_XM[x, slot]) - int(ramp.tokens_S[at])
-                return Finding(
-                    "logits",
-                    "labels",
-                    DIFFERS,
-                    f"slot {slot} of the block anchored at {int(anchor)} is taught the "
-                    f"token at position {at + off}; its draft is verified at {at}",
-                )
-    if not (rows.valid_XM > 0).any():
-        return Finding("logits", "labels", DIFFERS, "no row is supervised")
-    return Finding("logits", "labels", OK, f"of {num_draft} slots")
+    size_m = rows.labels_XM.shape[1]
+    taught_XM = rows.valid_XM > 0
+    places_XM = np.array([_draft_places(int(a), size_m) for a in rows.anchors_X])
+    wrong_XM = taught_XM & (rows.labels_XM != tokens_S[places_XM % size])
+    # Anchor 0 stands for a block that was not sampled.
+    inside_XM = (rows.anchors_X > 0)[:, None] & (places_XM < text.length)
+    never_M = inside_XM.any(0) & ~taught_XM.any(0)
+    fault = ""
+    if wrong_XM.any():
+        x, slot = np.argwhere(wrong_XM)[0]
+        at = places_XM[x, slot]
+        off = int(rows.labels_XM[x, slot]) - int(tokens_S[at])
+        fault = (
+            f"slot {slot} of the block anchored at {rows.anchors_X[x]} is taught the "
+            f"token at position {at + off}; its draft is verified at {at}"
+        )
+    elif not taught_XM.any():
+        fault = "no row is supervised"
+    elif never_M.any():
+        fault = (
+            f"slot {np.argmax(never_M)} is never supervised, though its tokens are: "
+            "its draft is served untrained"
+        )
+    yield verdict("logits", "labels", fault, f"of {size_m} slots")
+    if rows.teacher_XM is None:
+        return
+    wrong_XM = taught_XM & (rows.teacher_XM != places_XM - 1)
+    fault = ""
+    if wrong_XM.any():
+        x, slot = np.argwhere(wrong_XM)[0]
+        fault = (
+            f"slot {slot} of the block anchored at {rows.anchors_X[x]} is taught the "
+            f"target's row {rows.teacher_XM[x, slot]:g}; row {places_XM[x, slot] - 1} "
+            "predicts its token"
+        )
+    yield verdict("logits", "teacher rows", fault, f"of {size_m} slots")
 
 
 def _draft_places(anchor: int, num_draft: int) -> list[int]:
@@ -66,9 +92,38 @@ def logit_findings(
     if not runner.trains:
         yield Finding("logits", "training", SKIPPED, "there is nothing to train")
         return
-    yield label_finding(runner, text)
+    yield from label_findings(runner, text)
     for name, (source, anchor) in positions.items():
         yield position_finding(runner, name, source, anchor)
+    yield short_finding(runner, text)
+
+
+def short_finding(runner: Runner, text: Text) -> Finding:
+    """A row of few tokens beside the text: finite, and as served (A15, A16).
+
+    What no block is trained on is multiplied by 0 in the loss, which a NaN survives.
+    """
+    _, rows = runner.train_beside(text, 1, text.length - 1)
+    item, anchor = "a short row in the batch", SHORT - 2
+    bad_X = ~np.isfinite(rows.logits_XMU).all((-1, -2))
+    index = rows.at(anchor)
+    if bad_X.any():
+        where = int(rows.anchors_X[np.argmax(bad_X)])
+        detail = f"the block anchored at {where or 'none of its tokens'} is not finite"
+        return Finding("logits", item, DIFFERS, detail)
+    if index is None:
+        detail = f"training has no block anchored at {anchor} of its {SHORT} tokens"
+        return Finding("logits", item, DIFFERS, detail)
+    # Later slots may follow tokens that this text does not have.
+    served = runner.serve(text.cut(SHORT), anchor).logits_MU[:1]
+    gaps, allowed, slot = slots_apart(runner, served, rows.logits_XMU[index][:1])
+    fault = ""
+    if slot is not None:
+        fault = (
+            f"slot 0 at position {anchor} of {SHORT} tokens differs by {gaps[0]:.3g} "
+            f"(allowed {allowed:.2g}), though it is served alike"
+        )
+    return verdict("logits", item, fault, f"finite, max abs {gaps[0]:.1e}")
 
 
 def position_finding(runner: Runner, name: str, text: Text, anchor: int) -> Finding:

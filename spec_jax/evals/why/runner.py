@@ -24,6 +24,8 @@ from spec_jax.objectives.vocabulary import output_logits
 
 # Blocks of one training sequence in the visibility probe, one position apart.
 NUM_ANCHORS = 8
+# Rows of the text that shares each training batch: few, but two may be anchors.
+SHORT = 4
 # Logits, relative to the largest; the second where the head is rounded too.
 LOGIT_TOLERANCE, LOOSE_TOLERANCE = 2e-4, 0.05
 
@@ -38,6 +40,7 @@ class TrainRows:
       valid_XM: where they are.
       anchors_X: positions; 0 where none was sampled.
       confidence_XM: log-odds, or None.
+      teacher_XM: first entry of the target's row that each learns from, or None.
     """
 
     logits_XMU: np.ndarray
@@ -45,6 +48,7 @@ class TrainRows:
     valid_XM: np.ndarray
     anchors_X: np.ndarray
     confidence_XM: np.ndarray | None
+    teacher_XM: np.ndarray | None
 
     def at(self, anchor: int) -> int | None:
         """Index of the block at this anchor (from 1: a missing one says 0)."""
@@ -94,18 +98,40 @@ class Runner:
 
     def train(self, text: Text, first: int, last: int) -> TrainRows:
         """Training rows where tokens `first` to `last` are supervised."""
+        return self.train_beside(text, first, last)[0]
+
+    def train_beside(
+        self, text: Text, first: int, last: int
+    ) -> tuple[TrainRows, TrainRows]:
+        """Training rows of the text, and of the short one that shares its batch."""
+        short = text.cut(SHORT)
         at_S = np.arange(len(text.tokens_S))
         inside_S = (at_S >= first) & (at_S <= last)
+        junk_S = at_S >= short.length  # padding may hold anything
+        features = np.where(junk_S[:, None, None], np.nan, short.features_SLD)
+        hidden = np.where(junk_S[:, None], np.nan, short.hidden_SD)
+        teacher_BSD = None
+        if self.drafter.needs.teacher:
+            both = np.stack([text.hidden_SD, hidden.astype(np.float32)])
+            teacher_BSD = jnp.asarray(both)
         batch = Batch(
-            tokens_BS=jnp.asarray(text.tokens_S)[None],
-            supervised_BS=jnp.asarray(inside_S)[None],
-            length_B=jnp.full((1,), text.length, jnp.int32),
-            features_BSLD=jnp.asarray(text.features_SLD)[None],
-            teacher_BSD=jnp.asarray(text.hidden_SD)[None]
+            tokens_BS=jnp.asarray(np.stack([text.tokens_S, short.tokens_S])),
+            supervised_BS=jnp.asarray(np.stack([inside_S, at_S > 0])),
+            length_B=jnp.asarray([text.length, short.length], jnp.int32),
+            features_BSLD=jnp.asarray(
+                np.stack([text.features_SLD, features.astype(np.float32)])
+            ),
+            teacher_BSD=jnp.asarray(teacher_BSD)
             if self.drafter.needs.teacher
             else None,
         )
-        return TrainRows(*jax.device_get(self._train(self.params, self.frozen, batch)))
+        made = jax.device_get(self._train(self.params, self.frozen, batch))
+        size_x = len(made[0]) // 2
+
+        def rows(part: slice) -> TrainRows:
+            return TrainRows(*(None if a is None else a[part] for a in made))
+
+        return rows(slice(size_x)), rows(slice(size_x, None))
 
     def empty(self):
         """No rows absorbed."""
@@ -173,8 +199,15 @@ def train_rows(drafter: Drafter, params, frozen: Frozen, batch: Batch):
     with jax.default_matmul_precision("highest"):
         out = drafter.train_outputs(params, frozen, batch, jax.random.key(0))
         logits_XMU = output_logits(out, frozen)
-    anchors_X = out.anchors_BN.reshape(-1)
-    return logits_XMU, out.labels_XM, out.valid_XM, anchors_X, out.confidence_XM
+    teacher_XM = None if out.teacher_XMD is None else out.teacher_XMD[..., 0]
+    return (
+        logits_XMU,
+        out.labels_XM,
+        out.valid_XM,
+        out.anchors_BN.reshape(-1),
+        out.confidence_XM,
+        teacher_XM,
+    )
 
 
 def proposal(drafter: Drafter, params, frozen: Frozen, state, anchor_B, length_B):

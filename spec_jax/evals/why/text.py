@@ -30,6 +30,15 @@ class Text:
         at = np.arange(size) % self.length
         return Text(self.tokens_S[at], self.features_SLD[at], self.hidden_SD[at], size)
 
+    def cut(self, length: int) -> Text:
+        """The first rows, then zeros up to the same size."""
+        return Text(
+            self.tokens_S[:length],
+            self.features_SLD[:length],
+            self.hidden_SD[:length],
+            length,
+        ).padded(len(self.tokens_S))
+
     def padded(self, size: int) -> Text:
         """The real rows, then zeros up to `size`."""
 

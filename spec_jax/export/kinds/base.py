@@ -41,6 +41,8 @@ class Form:
         always written.
       reduced_by: other packages whose `table` has one row per draft token, too,
         where the vocabulary is reduced; other readers want one per target token.
+      any_length: config -> whether it may serve any number of drafts: it runs once
+        per draft, and the folder does not say how many it was trained for.
       second: None, or (Drafter, TargetSpec, Header) -> (file name, json object) of
         a second configuration, for readers that know the kind by another name.
     """
@@ -55,6 +57,7 @@ class Form:
     table: str | None = None
     own_head: bool = False
     reduced_by: tuple[str, ...] = ()
+    any_length: Callable[[Mapping[str, Any]], bool] = lambda config: False
     second: Callable | None = None
 
 

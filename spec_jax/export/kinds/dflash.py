@@ -99,7 +99,11 @@ def write(
 
 
 def read(
-    found: Settings, target: TargetSpec, tokenizer: Tokenizer | None, default_block: int
+    found: Settings,
+    tensors: Mapping[str, tuple[int, ...]],
+    target: TargetSpec,
+    tokenizer: Tokenizer | None,
+    default_block: int,
 ) -> dict[str, Any]:
     """Options that the family shares, and `block_size`.
 
@@ -107,7 +111,7 @@ def read(
       UserError: a missing or wrong setting, or another target's sizes.
     """
     found.same_target(target, ("hidden_size", "vocab_size", "num_target_layers"))
-    num_layers = found.need("num_hidden_layers")
+    num_layers = found.layers(tensors)
     layer_types, sliding_window = found.layer_types(num_layers)
     block_size = found.value("block_size")
     if block_size is None:
@@ -120,10 +124,12 @@ def read(
         found.notes.append(
             f"target_layer_ids is not given; its readers take {layer_ids}"
         )
+    layer_ids = found.layer_ids(layer_ids, "target_layer_ids", target)
+    found.fc_width(tensors, len(layer_ids), target, "target_layer_ids")
     return {
         "num_layers": num_layers,
         "block_size": block_size,
-        "layer_ids": found.layer_ids(layer_ids, "target_layer_ids", target),
+        "layer_ids": layer_ids,
         **found.heads(),
         "mask_id": found.mask_id(target, tokenizer),
         "rope_theta": found.rope_theta(),
@@ -159,8 +165,7 @@ def _from_config(
     found.model_type(TITLE, "qwen3")
     found.neutral(TITLE)
     found.known_inside(TITLE, INSIDE)
-    fields = read(found, target, tokenizer, DEFAULT_BLOCK)
-    found.fc_width(tensors, len(fields["layer_ids"]), target, "target_layer_ids")
+    fields = read(found, tensors, target, tokenizer, DEFAULT_BLOCK)
     num_draft = drafts_of(fields.pop("block_size"), where)
     return Options(num_draft=num_draft, **fields), found.notes
 

@@ -87,8 +87,7 @@ def _from_config(
             found.notes.append(
                 f"{name} stands at the top level, where servers do not look; it is used"
             )
-    fields = dflash.read(found, target, tokenizer, dflash.DEFAULT_BLOCK)
-    found.fc_width(tensors, len(fields["layer_ids"]), target, "target_layer_ids")
+    fields = dflash.read(found, tensors, target, tokenizer, dflash.DEFAULT_BLOCK)
     cap = found.optional("final_logit_softcapping", float, 0.0)
     own = config.get(OWN) or {}
     use_selector = found.typed(own.get("use_selector", True), bool, "use_selector")

@@ -115,8 +115,7 @@ def _from_config(
             "'dspark'; only plain DSpark drafters are read here"
         )
     _row_convention(found)
-    fields = dflash.read(found, target, tokenizer, _DEFAULT_BLOCK)
-    found.fc_width(tensors, len(fields["layer_ids"]), target, "target_layer_ids")
+    fields = dflash.read(found, tensors, target, tokenizer, _DEFAULT_BLOCK)
     rank = found.need("markov_rank")
     enabled, with_markov = _confidence(found, tensors, target, rank)
     options = Options(

@@ -88,6 +88,11 @@ def num_draft_of(found: Settings) -> int | None:
     return None if num_draft is None else found.typed(num_draft, int, "num_draft")
 
 
+def any_length(config: Mapping[str, Any]) -> bool:
+    """Nobody said M, and a drafter that feeds itself takes any: trees go deeper."""
+    return (config.get(OWN) or {}).get("num_draft") is None
+
+
 def _pieces(shapes: Mapping[str, Any]) -> list[names.Piece]:
     found = [names.linear("fc", "fc.weight")]
     if "fc_bias" in shapes:
@@ -138,4 +143,5 @@ FORM = Form(
     to_config=_to_config,
     from_config=_from_config,
     constants=_constants,
+    any_length=any_length,
 )

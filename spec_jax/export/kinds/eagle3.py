@@ -132,4 +132,5 @@ FORM = Form(
     from_config=_from_config,
     table="lm_head.weight",
     own_head=True,
+    any_length=eagle.any_length,
 )

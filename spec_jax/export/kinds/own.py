@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from spec_jax.config import loading
 from spec_jax.core.errors import UserError
 from spec_jax.drafters.base import Drafter
 from spec_jax.export import names
@@ -58,8 +59,8 @@ def form(path: str) -> Form:
                 f"fields among {', '.join(sorted(known))}; export it again with this "
                 "version"
             )
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return _options_type(path, where)(**values), []
+        what = f"{where}: {OWN}.options"
+        return loading.to_dataclass(_options_type(path, where), stored, what), []
 
     return Form(
         name=path,
