@@ -13,7 +13,8 @@ questions, greedy, two idle cores whose plain step takes 36 ms): accept length 2
 (looping outputs, a quarter, 2.34), first draft accepted in 58% of rounds, speed-up
 1.18, texts identical, no near-ties. Behind the text's own tokens (`teacher_forced`)
 67% of first drafts are right, and 75% in training. A round of six rows costs 1.9
-plain steps on that machine, which bounds the speed-up.
+plain steps on that machine, which bounds the speed-up. The quickstart's drafter, which
+saw 14,400 synthesised tokens for minutes, gets 1.12 there.
 """
 
 from configs import common

@@ -110,5 +110,5 @@ def test_what_does_not_record_refuses():
     w = tiny.world("bigram", 3)
     schema = FeatureSchema((0,), w.spec.hidden_size)
     options = EngineOptions(max_context=128, record=Record(schema))
-    with pytest.raises(UserError, match=r"^EngineOptions\.record.* is for plain decoding"):
+    with pytest.raises(UserError, match=r"^EngineOptions\.record.* for plain decoding"):
         Engine(w.spec, w.weights, options, w.drafter, w.mask_id)
