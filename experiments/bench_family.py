@@ -29,7 +29,7 @@ from experiments import (
     training,
 )
 from experiments.clock import Clock
-from experiments.training import say
+from experiments.progress import say
 from spec_jax.config import loading, schema
 from spec_jax.core.errors import UserError
 from spec_jax.decode.options import room_of

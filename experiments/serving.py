@@ -17,7 +17,7 @@ from spec_jax.core.topology import Topology
 from spec_jax.decode.auto_off import AutoOff
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
-from spec_jax.decode.options import EngineOptions
+from spec_jax.decode.options import EngineOptions, check_proposes
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Settings
 from spec_jax.decode.step import RoundOptions
@@ -248,12 +248,7 @@ def check_topology(serve: schema.Serve, drafter: Drafter) -> None:
         set for a tree, whose drafts are its nodes.
     """
     topology = topology_of(serve)
-    if topology.kind not in drafter.topologies:
-        raise UserError(
-            f"serve.topology={serve.topology!r} is not what drafter.name="
-            f"{drafter.name!r} can propose; choose "
-            + " or ".join(repr(kind) for kind in drafter.topologies)
-        )
+    check_proposes(drafter, topology)
     if serve.num_draft and not topology.is_chain:
         sizes = {
             "static_tree": "serve.tree_depth or serve.tree_parents",

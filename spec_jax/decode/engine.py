@@ -26,6 +26,7 @@ from spec_jax.decode.jobs import Job, Made, RoundRecord, book, of_prefill, of_ro
 from spec_jax.decode.options import (
     EngineOptions,
     alternatives,
+    check_proposes,
     emitted_ids,
     ladder_of,
     room_of,
@@ -96,12 +97,8 @@ class Engine:
         self.drafter, self.mask_id = drafter, mask_id
         self.tokenizer = tokenizer
         topology = options.round.topology
-        if drafter is not None and topology.kind not in drafter.topologies:
-            raise UserError(
-                f"serve.topology={topology.kind!r} is not what drafter.name="
-                f"{drafter.name!r} can propose; choose "
-                + " or ".join(repr(kind) for kind in drafter.topologies)
-            )
+        if drafter is not None:
+            check_proposes(drafter, topology)
         self.window = topology.window(drafter.layout.num_draft) if drafter else 1
         self.room = room_of(options.max_context, self.window, spec)
         if self.room < 2:

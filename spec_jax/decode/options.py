@@ -6,12 +6,14 @@ import dataclasses
 
 from spec_jax.core.calibration import CostTable
 from spec_jax.core.errors import UserError
+from spec_jax.core.topology import Topology
 from spec_jax.core.verify_layout import Ladder, full_ladder
 from spec_jax.decode.auto_off import AutoOff
 from spec_jax.decode.budget import BudgetOptions
 from spec_jax.decode.recorder import Record
 from spec_jax.decode.request import NUM_TOP_LOGPROBS
 from spec_jax.decode.step import RoundOptions
+from spec_jax.drafters.base import Drafter
 from spec_jax.target.spec import TargetSpec
 
 
@@ -80,6 +82,20 @@ class EngineOptions:
                 f"EngineOptions.logprobs={self.logprobs} must be None (off) or at "
                 f"least 0, at most {most}"
             )
+
+
+def check_proposes(drafter: Drafter, topology: Topology) -> None:
+    """Refuses a topology that a drafter cannot propose.
+
+    Raises:
+      UserError: naming those it can.
+    """
+    if topology.kind not in drafter.topologies:
+        raise UserError(
+            f"serve.topology={topology.kind!r} is not what drafter.name="
+            f"{drafter.name!r} can propose; choose "
+            + " or ".join(repr(kind) for kind in drafter.topologies)
+        )
 
 
 def alternatives(options: EngineOptions, spec: TargetSpec) -> int | None:

@@ -255,14 +255,7 @@ def _read_template(folder: str) -> ChatTemplate | None:
     config = tokenizer.read_json_if_there(os.path.join(folder, name))
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(path):
-        try:
-            with open(path, encoding="utf-8") as file:
-                source = file.read()
-        except ValueError as error:
-            raise UserError(
-                f"{path} is not text in UTF-8 ({error}); restore the file that came "
-                "with the model"
-            ) from error
+        source = tokenizer.read_text(path)
     elif isinstance(config.get("chat_template"), list):
         source = _default_template(config["chat_template"], name)
     else:

@@ -231,15 +231,7 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer:
             f"target folder {os.fspath(folder)!r} has no tokenizer.json; save the "
             "fast tokenizer next to the weights"
         )
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not text in UTF-8 ({error}); restore the file that came with "
-            "the model"
-        ) from error
-    tokenizer = from_json(text)
+    tokenizer = from_json(read_text(path))
     name = "tokenizer_config.json"
     config = read_json_if_there(os.path.join(folder, name))
 
@@ -315,6 +307,22 @@ def from_gguf(field: Callable[[str], Any]) -> Tokenizer:
         field("tokenizer.ggml.bos_token_id"),
         field("tokenizer.ggml.eos_token_id"),
     )
+
+
+def read_text(path: str) -> str:
+    """The text of a model folder's file.
+
+    Raises:
+      UserError: it is not UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not text in UTF-8 ({error}); restore the file that came with "
+            "the model"
+        ) from error
 
 
 def read_json_if_there(path: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Common:
 
 
 # Of a `Serve` section, what decides the shape of each topology's proposal.
-_TREE = ("tree_depth", "tree_top_k", "tree_nodes", "tree_parents")
+TREE_FIELDS = ("tree_depth", "tree_top_k", "tree_nodes", "tree_parents")
 
 
 def _check_training_serve(serve: Serve) -> None:
@@ -59,7 +59,7 @@ def _check_training_serve(serve: Serve) -> None:
         "static_tree": ("tree_parents" if serve.tree_parents else "tree_depth",),
         "dynamic_tree": ("tree_depth", "tree_top_k", "tree_nodes"),
     }.get(serve.topology, ())
-    for name in _TREE:
+    for name in TREE_FIELDS:
         if name not in used:
             unused[name] = f"is not read for serve.topology={serve.topology!r}"
     for name, rule in unused.items():

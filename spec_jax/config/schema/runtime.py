@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from spec_jax.config.schema.checks import check
-from spec_jax.config.schema.recipes import Common
+from spec_jax.config.schema.recipes import TREE_FIELDS, Common
 from spec_jax.config.schema.serving import AutoOff, Plan, Serve, needs_drafts
 
 MODES = ("static", "cap_accept", "compact")
@@ -16,10 +16,7 @@ PACES = ("arrival", "fast")
 _DRAFTS = (
     "num_draft",
     "topology",
-    "tree_depth",
-    "tree_top_k",
-    "tree_nodes",
-    "tree_parents",
+    *TREE_FIELDS,
     "one_hot_draft",
 )
 # Of `Plan`: what every planned round reads, and what needs round times.
