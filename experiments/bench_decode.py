@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments import pipeline, runtime, serving
+from experiments import pipeline, progress, runtime, serving
 from spec_jax.config import schema
 from spec_jax.data import prompts as prompt_files
 from spec_jax.evals import comparison, teacher_forced
@@ -69,4 +69,4 @@ def main(cfg: schema.BenchDecode, workdir: pathlib.Path) -> dict[str, Any]:
 
 def say(name: str, text: str) -> None:
     """A progress line of one set."""
-    pipeline.say(f"{name}: {text}")
+    progress.say(f"{name}: {text}")

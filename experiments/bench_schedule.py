@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import pipeline, runtime, serving
+from experiments import progress, runtime, serving
 from experiments.closed_loop import Job, closed_loop
 from experiments.round_log import RoundLog
 from experiments.schedule_engines import World, as_it_was, make_engines, temperatures_of
@@ -74,7 +74,7 @@ def measure(
                     runs[way.name, load].append(run)
                     done += 1
                     left = (time.perf_counter() - start) * (total / done - 1) / 60
-                    pipeline.say(
+                    progress.say(
                         f"{way.name}, {load} at once: {run.tokens_per_s:.1f} tokens/s "
                         f"({done}/{total}, about {left:.0f} min left)"
                     )

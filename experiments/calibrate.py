@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import pipeline, runtime, serving
+from experiments import progress, runtime, serving
 from spec_jax.config import schema
 from spec_jax.core import calibration
 from spec_jax.core.calibration import Source
@@ -147,7 +147,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         serving.settings_from(cfg.serve, seed=(cfg.seed + n) % 2**31)
         for n in range(len(fitting))
     ]
-    pipeline.say(f"calibrate: {len(fitting)} prompts, {cfg.serve.slots} at a time")
+    progress.say(f"calibrate: {len(fitting)} prompts, {cfg.serve.slots} at a time")
     start = time.perf_counter()
     rounds, answers = collect(engine, fitting, settings)
     seconds = time.perf_counter() - start

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import pipeline, runtime, serving
+from experiments import progress, runtime, serving
 from experiments.round_log import RoundLog
 from spec_jax.config import schema
 from spec_jax.core import calibration
@@ -232,8 +232,8 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
         ladder=ladder,
         cost=table,
     )
-    pipeline.say(f"profile: ladder {ladder.buckets}")
-    fitted = fit(measure(engine, cfg, pipeline.say))
+    progress.say(f"profile: ladder {ladder.buckets}")
+    fitted = fit(measure(engine, cfg, progress.say))
     source = Source(
         **runtime.facts(target, exported),
         sampling=runtime.regime_of(cfg.serve),

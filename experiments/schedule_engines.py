@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments import calibrate, pipeline, profile, runtime, serving
+from experiments import calibrate, profile, progress, runtime, serving
 from experiments.schedule_numbers import PLAIN
 from experiments.schedule_workload import regime_of, settings_of
 from spec_jax.config import schema
@@ -73,7 +73,7 @@ class World:
         if mode in (CAP_ACCEPT, COMPACT):
             planning = runtime.planning(self.cfg.plan, mode, temperatures)
             options = planning | {"ladder": self.ladder, "cost": cost}
-        pipeline.say(f"compile: {mode}")
+        progress.say(f"compile: {mode}")
         return serving.make_engine(
             self.target,
             self.params,
@@ -109,7 +109,7 @@ def temperatures_of(
     )
     rng = random.Random(cfg.seed + 1)
     settings = [settings_of(cfg, rng, cfg.bench.max_new_tokens) for _ in prompts]
-    pipeline.say(f"temperatures: {len(prompts)} prompts, {slots} at a time")
+    progress.say(f"temperatures: {len(prompts)} prompts, {slots} at a time")
     rounds, _ = calibrate.collect(engine, list(prompts), settings)
     logits_NM, mask_NM = rounds.arrays(num_draft)
     if len(logits_NM) < cfg.min_rounds:
@@ -161,7 +161,7 @@ def cost_of(
         ),
     )
     with as_it_was(engine):
-        fitted = profile.fit(profile.measure(engine, how, pipeline.say))
+        fitted = profile.fit(profile.measure(engine, how, progress.say))
     form = fitted.best_form if cfg.form == "best" else cfg.form
     source = Source(
         **world.facts,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import pipeline, runtime, serving
+from experiments import progress, runtime, serving
 from experiments.round_log import RoundLog
 from spec_jax.config import schema
 from spec_jax.core.errors import UserError
@@ -222,7 +222,7 @@ def main(cfg: schema.ServeOffline, workdir: pathlib.Path) -> dict[str, Any]:
             log,
             requests,
             keep_pace=cfg.pace == "arrival",
-            say=pipeline.say,
+            say=progress.say,
         )
     runtime.write_rows(workdir / REQUESTS_NAME, [r.row() for r in requests])
     runtime.write_rows(workdir / ROUNDS_NAME, log.rows)
