@@ -66,14 +66,11 @@ def get_config(arg=""):
     config.train.max_minutes = 90.0
     config.serve.prefill_buckets = (32, 64, 96, 128)
     if name in ("dflash", "dspark", "dflash2"):
-        config.drafter.options.num_layers = 2
-        config.drafter.options.num_draft = 7
-        config.drafter.options.num_anchors = 40
-        config.drafter.options.layer_ids = LAYER_IDS
-    if name == "dflash":
         # Short blocks, each draft weighed by what it adds to the accepted prefix.
+        config.drafter.options.num_layers = 2
         config.drafter.options.num_draft = 5
         config.drafter.options.num_anchors = 53
+        config.drafter.options.layer_ids = LAYER_IDS
         config.objective.kind = "dpace"
         config.objective.decay_gamma = 0.0
         config.train.steps = 3000

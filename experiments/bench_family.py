@@ -61,6 +61,8 @@ def recipe_of(cfg: schema.BenchFamily, name: str) -> schema.Pipeline:
         own.train,
         positions=cfg.positions,
         starts=cfg.starts,
+        batch=cfg.batch,
+        accumulation=1,
         max_minutes=0.0,
         eval_prompts=cfg.validation_prompts,
     )

@@ -98,7 +98,7 @@ def same_texts(
     runs: Runs,
 ) -> dict[str, Any]:
     """Greedy answers of `compact` against plain ones, at every load."""
-    ties, compared, difference = 0, 0, ""
+    ties, compared, difference, first_tie = 0, 0, "", ""
     for load in cfg.concurrency:
         plain, ours = (runs[name, load][0].answers for name in (PLAIN, COMPACT))
         for job, expected, got in zip(jobs, plain, ours, strict=False):
@@ -115,12 +115,14 @@ def same_texts(
             )
             compared += 1
             ties += found.near_ties
+            first_tie = first_tie or found.first_tie
             if not found.identical and not difference:
                 difference = f"{load} at once: {found.first_difference}"
     return {
         "greedy_identical": not difference,
         "compared_texts": compared,
         "near_ties": ties,
+        "first_tie": first_tie,
         "first_difference": difference,
     }
 

@@ -20,6 +20,7 @@ from spec_jax.core import calibration
 from spec_jax.core.calibration import Source
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
+from spec_jax.decode import regimes
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.options import room_of
 from spec_jax.decode.plan import PlanOptions
@@ -158,7 +159,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
             f"min_rounds={cfg.min_rounds}: the prompts gave {len(logits_NM)} rounds; "
             "name more prompts, or raise serve.max_new_tokens"
         )
-    regime = runtime.regime_of(cfg.serve)
+    regime = regimes.regime_of(cfg.serve)
     found = sts.fit(
         logits_NM,
         mask_NM,

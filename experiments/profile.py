@@ -26,6 +26,7 @@ from spec_jax.core import calibration
 from spec_jax.core.calibration import AdditiveCost, CostTable, FlatCost, Source
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import even_ladder
+from spec_jax.decode import regimes
 from spec_jax.decode.budget import Choice
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.options import room_of
@@ -236,7 +237,7 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
     fitted = fit(measure(engine, cfg, progress.say))
     source = Source(
         **runtime.facts(target, exported),
-        sampling=runtime.regime_of(cfg.serve),
+        sampling=regimes.regime_of(cfg.serve),
         num_draft=layout.num_draft,
         ladder=ladder.buckets,
     )
@@ -254,5 +255,5 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
         "window": layout.window,
         "context": cfg.context,
         "repeats": cfg.repeats,
-        "sampling": runtime.regime_of(cfg.serve),
+        "sampling": regimes.regime_of(cfg.serve),
     }

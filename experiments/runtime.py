@@ -21,16 +21,12 @@ from spec_jax.data.files import write_atomically
 from spec_jax.decode.budget import BudgetOptions
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.plan import STATIC, PlanOptions
+from spec_jax.decode.regimes import regime_of
 from spec_jax.decode.request import Settings
 from spec_jax.decode.state import RoundResult
 from spec_jax.evals import machine
 from spec_jax.export.folder import Exported
 from spec_jax.target.loading import Target
-
-GREEDY = "greedy"
-# Settings that make a regime, and their values where they are off.
-_SAMPLING = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_RULES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 def find_file(path: str) -> str:
@@ -53,33 +49,6 @@ def prompt_sets(bench: schema.Bench) -> dict[str, str]:
             "--config.bench.prompt_sets.gsm8k=<file.jsonl>"
         )
     return named
-
-
-def regime_of(
-    settings: Settings | schema.Serve, *, one_hot_draft: bool | None = None
-) -> str:
-    """The sampling regime in words: what one STS file is fitted for.
-
-    Args:
-      settings: of a request, or a recipe's section.
-      one_hot_draft: of the engine; None: the section's own, which a request lacks.
-    """
-    if one_hot_draft is None:
-        one_hot_draft = getattr(settings, "one_hot_draft", False)
-    off: dict[str, Any] = dict(_RULES)
-    parts = [GREEDY]
-    if settings.temperature > 0:
-        off, parts = _SAMPLING | off, []
-    for name, value in off.items():
-        mine = getattr(settings, name, value)
-        if mine != value:
-            parts.append(f"{name}={mine:g}")
-    biases = getattr(settings, "logit_bias", ())
-    if biases:
-        parts.append(f"logit_bias of {len(biases)} tokens")
-    if one_hot_draft and settings.temperature > 0:
-        parts.append("one_hot_draft")
-    return ", ".join(parts)
 
 
 def facts(target: Target, drafter: Exported | None) -> dict[str, str]:
@@ -141,6 +110,57 @@ def read_cost(
     return table.check_reach(ladder.buckets)
 
 
+def read_sts(
+    paths: str,
+    known: Mapping[str, str],
+    num_draft: int,
+    regimes: Mapping[str, int],
+    *,
+    allow_unmarked: bool,
+) -> list[STS]:
+    """A recipe's temperatures: one file, or several of different regimes.
+
+    Args:
+      paths: files, separated by commas.
+      known: from `facts`.
+      num_draft: M.
+      regimes: how many of the requests that draft have each.
+      allow_unmarked: accept a file that does not say what it was fitted on.
+
+    Raises:
+      UserError: one cannot be read, was fitted on something else, or none is of a
+        regime that the requests have; or two are of one regime.
+    """
+    names = [name.strip() for name in paths.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"sts={paths!r} names no file; name some, or leave it out")
+    files = [calibration.read_sts(find_file(name)) for name in names]
+    found = [_regime_of_file(fitted) for fitted in files]
+    for index, (name, regime) in enumerate(zip(names, found, strict=True)):
+        if len(names) > 1 and not regime:
+            raise UserError(
+                f"sts={paths!r}: {name} does not say which sampling regime it was "
+                "fitted for, which several files must; name it alone, or fit it anew "
+                "with configs/calibrate.py"
+            )
+        if regime in found[:index]:
+            raise UserError(
+                f"sts={paths!r}: {name} and {names[found.index(regime)]} are both of "
+                f"{regime!r}; name one file for each sampling regime"
+            )
+    # One of them is somebody's; any other was fitted for requests that may come.
+    some = any(regime in regimes for regime in found)
+    wanted = "; ".join(sorted(regimes)) or None
+    for fitted, regime in zip(files, found, strict=True):
+        fitted.check(
+            num_draft,
+            **known,
+            sampling=regime if some else wanted,
+            allow_unmarked=allow_unmarked,
+        )
+    return files
+
+
 def slot_buckets(slots: int) -> tuple[int, ...]:
     """R of the programs: doubling from 1, then all slots."""
     powers = [1]
@@ -192,16 +212,15 @@ def load_planning(
         for s in settings
         if s.speculate
     )
+    by_regime: tuple = ()
     if cfg.sts:
-        fitted = calibration.read_sts(find_file(cfg.sts))
-        fitted.check(
-            num_draft,
-            **known,
-            sampling=_regime_for(fitted, regimes),
-            allow_unmarked=cfg.allow_unmarked,
+        files = read_sts(
+            cfg.sts, known, num_draft, regimes, allow_unmarked=cfg.allow_unmarked
         )
-        temperatures = fitted.temperatures
-        _say_others("sts", fitted, regimes, say)
+        temperatures = files[0].temperatures
+        if len(files) > 1:
+            by_regime = tuple((_regime_of_file(f), f.temperatures) for f in files)
+        _say_others("sts", files, regimes, say)
     if cfg.cost:
         cost = read_cost(
             cfg.cost,
@@ -210,21 +229,25 @@ def load_planning(
             ladder,
             allow_unmarked=cfg.allow_unmarked,
         )
-        _say_others("cost", cost, regimes, say)
-    return planning(cfg.plan, cfg.mode, temperatures) | {
+        _say_others("cost", [cost], regimes, say)
+    return planning(cfg.plan, cfg.mode, temperatures, by_regime) | {
         "ladder": ladder,
         "cost": cost,
     }
 
 
 def planning(
-    plan: schema.Plan, mode: str, temperatures: Sequence[float]
+    plan: schema.Plan,
+    mode: str,
+    temperatures: Sequence[float],
+    by_regime: Sequence[tuple[str, tuple[float, ...]]] = (),
 ) -> dict[str, Any]:
     """A recipe's `plan` section as the engine's `plan` and `budget` options."""
     return {
         "plan": PlanOptions(
             mode=mode,
             temperatures=tuple(temperatures),
+            by_regime=tuple(by_regime),
             survival_eps=plan.survival_eps,
             min_verify_len=plan.min_verify_len,
             max_verify_len=plan.max_verify_len,
@@ -244,25 +267,21 @@ def _regime_of_file(fitted: STS | CostTable) -> str:
     return fitted.source.sampling if fitted.source is not None else ""
 
 
-def _regime_for(fitted: STS, regimes: Mapping[str, int]) -> str | None:
-    """What the file's regime must be: its own, if any request that drafts has it."""
-    mine = _regime_of_file(fitted)
-    return mine if mine in regimes else "; ".join(sorted(regimes)) or None
-
-
 def _say_others(
     what: str,
-    fitted: STS | CostTable,
+    files: Sequence[STS | CostTable],
     regimes: Mapping[str, int],
     say: Callable[[str], None],
 ) -> None:
-    """Any file is lossless: how many requests have another regime is told."""
-    mine, total = _regime_of_file(fitted), sum(regimes.values())
-    others = total - regimes.get(mine, 0)
+    """Any file is lossless: how many requests have no file of theirs is told."""
+    mine = [_regime_of_file(fitted) for fitted in files]
+    total = sum(regimes.values())
+    others = total - sum(regimes.get(regime, 0) for regime in mine)
     if others:
+        whose = "the file's" if len(mine) == 1 else "any file's; the first one's holds"
         say(
             f"{what}: {others} of {total} requests that draft have another sampling "
-            f"regime than the file's ({mine or 'unknown'!r}); their texts keep their "
+            f"regime than {whose} ({mine[0] or 'unknown'!r}); their texts keep their "
             "law, their budgets are less exact"
         )
 

@@ -21,6 +21,7 @@ from spec_jax.core import calibration
 from spec_jax.core.calibration import CostTable, FlatCost, Source
 from spec_jax.core.errors import UserError
 from spec_jax.core.verify_layout import Ladder, full_ladder
+from spec_jax.decode import regimes
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.plan import CAP_ACCEPT, COMPACT, STATIC
 from spec_jax.evals import sts
@@ -165,7 +166,7 @@ def cost_of(
     form = fitted.best_form if cfg.form == "best" else cfg.form
     source = Source(
         **world.facts,
-        sampling=runtime.GREEDY,
+        sampling=regimes.GREEDY,
         num_draft=world.num_draft,
         ladder=world.ladder.buckets,
     )

@@ -14,6 +14,7 @@ from spec_jax.config import schema
 from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
 from spec_jax.data.prompts import Prompt
+from spec_jax.decode import regimes
 from spec_jax.decode.request import Settings
 from spec_jax.export.folder import Exported
 from spec_jax.target.loading import Target
@@ -122,5 +123,5 @@ def mixed(
 def regime_of(cfg: schema.BenchSchedule) -> str:
     """The sampling regime that the temperatures are for."""
     if not cfg.sampled_share:
-        return runtime.GREEDY
-    return f"{runtime.regime_of(cfg.serve)} in {cfg.sampled_share:g} of requests"
+        return regimes.GREEDY
+    return f"{regimes.regime_of(cfg.serve)} in {cfg.sampled_share:g} of requests"

@@ -25,6 +25,7 @@ from spec_jax.core.errors import UserError
 from spec_jax.data import prompts as prompt_files
 from spec_jax.data import workload
 from spec_jax.data.workload import WorkItem
+from spec_jax.decode import regimes
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.request import Generation, Settings
 from spec_jax.evals import compiles
@@ -78,7 +79,7 @@ class Served:
             "submitted_s": self.submitted,
             "first_token_s": self.first_token,
             "finish_s": self.finished,
-            "sampling": runtime.regime_of(self.settings) if self.settings else None,
+            "sampling": regimes.regime_of(self.settings) if self.settings else None,
             "seed": self.settings.seed if self.settings else None,
             "speculate": self.settings.speculate if self.settings else None,
             "prompt_tokens": len(self.prompt),

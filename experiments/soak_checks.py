@@ -27,7 +27,7 @@ def check_outputs(part: Part, log: Log, share: float) -> dict[str, Any]:
             for h in greedy
         ],
     )
-    wrong, ties, first = 0, 0, ""
+    wrong, ties, first, first_tie = 0, 0, "", ""
     for handle, plain in zip(greedy, expected, strict=True):
         got, request = log.done[handle], log.asked[handle]
         is_whole = got.finish_reason != "abort"
@@ -47,6 +47,7 @@ def check_outputs(part: Part, log: Log, share: float) -> dict[str, Any]:
             else request.settings,
         )
         ties += found.near_ties
+        first_tie = first_tie or found.first_tie
         if not found.identical or (got.tokens == want and not same_end):
             wrong += 1
             first = first or (
@@ -56,6 +57,7 @@ def check_outputs(part: Part, log: Log, share: float) -> dict[str, Any]:
         "greedy_compared": len(greedy),
         "wrong_outputs": wrong,
         "near_ties": ties,
+        "first_tie": first_tie,
         "first_wrong": first,
     }
 

@@ -68,6 +68,7 @@ def get_config(arg=""):
     config.bench.max_new_tokens = 96
     if name == "tiny":
         config.positions = 20_000
+        config.batch = 8
         config.validation_prompts = 4
         config.bench.max_new_tokens = 32
     return config

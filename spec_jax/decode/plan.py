@@ -38,6 +38,8 @@ class PlanOptions:
     Attributes:
       mode: "static", "cap_accept" or "compact".
       temperatures: of the confidence, one per draft position; () is all one.
+      by_regime: pairs (sampling regime, temperatures) for requests of that regime
+        (`decode.regimes`); the others have `temperatures`.
       survival_eps: a draft that is reached with no more than this is not run.
       min_verify_len: rows every planned request gets, anchor included; they are
         part of the budget.
@@ -48,6 +50,7 @@ class PlanOptions:
 
     mode: str = STATIC
     temperatures: tuple[float, ...] = ()
+    by_regime: tuple[tuple[str, tuple[float, ...]], ...] = ()
     survival_eps: float = 1e-6
     min_verify_len: int = 1
     max_verify_len: int = 0
@@ -68,8 +71,15 @@ class PlanOptions:
                 f"plan.max_verify_len={self.max_verify_len} is below "
                 f"plan.min_verify_len={self.min_verify_len}; 0 is the whole window"
             )
-        if any(not t > 0 for t in self.temperatures):
-            raise UserError(f"sts.temperatures={self.temperatures} must be positive")
+        given = (self.temperatures, *dict(self.by_regime).values())
+        for each in given:
+            if any(not t > 0 for t in each):
+                raise UserError(f"sts.temperatures={each} must be positive")
+        if len({len(each) for each in given if each}) > 1:
+            raise UserError(
+                "sts.temperatures of several regimes differ in length, "
+                f"{[len(each) for each in given if each]}; fit all for one drafter"
+            )
 
     @property
     def is_planned(self) -> bool:
@@ -80,6 +90,16 @@ class PlanOptions:
     def is_packed(self) -> bool:
         """Only the planned rows run, in a program of so many rows."""
         return self.mode == COMPACT
+
+    @property
+    def num_own(self) -> int:
+        """M, where requests have temperatures of their regime's; else 0."""
+        return len(self.by_regime[0][1]) if self.by_regime else 0
+
+    def temperatures_of(self, regime: str) -> tuple[float, ...]:
+        """Temperatures `[M]` of a request of this regime."""
+        given = dict(self.by_regime).get(regime, self.temperatures)
+        return given or (1.0,) * self.num_own
 
     def bounds(self, window: int) -> tuple[int, int]:
         """Fewest and most rows of a planned request in a window of W."""
@@ -118,24 +138,28 @@ def confidence_logit(proposal: Proposal):
     return -jnp.log(rest_BM)
 
 
-def survival(logit_BM, temperatures: tuple[float, ...] = ()):
+def survival(logit_BM, temperatures: tuple[float, ...] = (), own_BM=None):
     """Probability `[B, M]` float32 that each draft is reached and accepted.
 
     Args:
       logit_BM: log-odds of confidence.
       temperatures: one per position; () is all one.
+      own_BM: temperatures of each request instead.
 
     Raises:
       UserError: not one temperature per draft.
     """
     num_draft = logit_BM.shape[1]
-    if temperatures and len(temperatures) != num_draft:
+    size = len(temperatures) if own_BM is None else own_BM.shape[1]
+    if size not in (0, num_draft):
         raise UserError(
-            f"sts.temperatures has {len(temperatures)} values, but a proposal has "
-            f"{num_draft} drafts; fit them for this length"
+            f"sts.temperatures has {size} values, but a proposal has {num_draft} "
+            "drafts; fit them for this length"
         )
-    scale_M = jnp.asarray(temperatures or (1.0,) * num_draft, jnp.float32)
-    confidence_BM = jax.nn.sigmoid(logit_BM / scale_M)
+    scale = own_BM
+    if scale is None:
+        scale = jnp.asarray(temperatures or (1.0,) * num_draft, jnp.float32)
+    confidence_BM = jax.nn.sigmoid(logit_BM / scale)
     # A row whose logits define nothing is not worth running.
     confidence_BM = jnp.where(jnp.isnan(confidence_BM), 0.0, confidence_BM)
     return jnp.cumprod(confidence_BM, 1)
@@ -257,7 +281,7 @@ def windows(
     if budget is None:
         raise ValueError(f"budget must be given: mode={options.mode!r} needs K")
     logit_BM = confidence_logit(proposal)
-    survival_BM = survival(logit_BM, options.temperatures)
+    survival_BM = survival(logit_BM, options.temperatures, slots.sts_BM)
     verify_len_B = planned_window(slots, survival_BM, budget, options, rows)
     kept = logit_BM if options.collect else None
     return verify_len_B, Seen(survival_BM=survival_BM, logit_BM=kept)

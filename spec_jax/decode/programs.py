@@ -14,6 +14,7 @@ from spec_jax.decode import prefill, recorder, step
 from spec_jax.decode.forward import Weights
 from spec_jax.decode.jobs import Job
 from spec_jax.decode.options import EngineOptions, alternatives
+from spec_jax.decode.regimes import regime_of
 from spec_jax.decode.request import NUM_BIASES, NUM_STOP_IDS, Settings, stop_ids_of
 from spec_jax.decode.state import DecodeState, Slots, empty_slots
 from spec_jax.drafters.base import Drafter
@@ -48,6 +49,7 @@ def fresh_state(
             num_biases=NUM_BIASES,
             vocab_size=spec.vocab_size if o.penalties else None,
             logprobs=o.logprobs is not None,
+            num_sts=o.round.plan.num_own,
         ),
     )
 
@@ -226,6 +228,7 @@ def make_chunk(
         stop_ids_BX=stop_X,
         window_B=one(0 if own is None else own + 1),
         logprobs_B=(None if options.logprobs is None else one(settings.logprobs, bool)),
+        sts_BM=sts_of(settings, options.round),
     )
     return prefill.Chunk(
         tokens_T=padded_T,
@@ -238,6 +241,14 @@ def make_chunk(
         prompt_len=scalar(len(job.generation.prompt) if job else 0),
         request=request,
     )
+
+
+def sts_of(settings: Settings, options: step.RoundOptions):
+    """Temperatures `[1, M]` of one request's confidence, or None."""
+    if not options.plan.num_own:
+        return None
+    regime = regime_of(settings, one_hot_draft=options.one_hot_draft)
+    return np.array([options.plan.temperatures_of(regime)], np.float32)
 
 
 def rules_of(settings: Settings) -> Rules:

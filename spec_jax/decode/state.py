@@ -34,6 +34,7 @@ class Slots:
         grants others; 0: the plan decides.
       history: tokens so far, for penalties; None where none were compiled.
       logprobs_B: it wants log-probabilities; None where none were compiled.
+      sts_BM: temperatures of its confidence; None where all requests have the same.
     """
 
     anchor_B: jnp.ndarray  # [B] int32
@@ -48,6 +49,7 @@ class Slots:
     window_B: jnp.ndarray  # [B] int32
     history: History | None = None
     logprobs_B: jnp.ndarray | None = None  # [B] bool
+    sts_BM: jnp.ndarray | None = None  # [B, M] float32
 
 
 @struct.dataclass
@@ -137,6 +139,7 @@ def empty_slots(
     num_biases: int = 0,
     vocab_size: int | None = None,
     logprobs: bool = False,
+    num_sts: int = 0,
 ) -> Slots:
     """No request anywhere. Every leaf is a buffer of its own: state is donated.
 
@@ -146,6 +149,7 @@ def empty_slots(
       num_biases: width of the list of biased ids.
       vocab_size: V, to keep what penalties and biases need; None keeps nothing.
       logprobs: requests may ask for log-probabilities.
+      num_sts: M, where requests have temperatures of their own; 0 keeps none.
     """
 
     def zeros():
@@ -167,4 +171,5 @@ def empty_slots(
         window_B=zeros(),
         history=None if vocab_size is None else no_history(batch, vocab_size),
         logprobs_B=jnp.zeros((batch,), bool) if logprobs else None,
+        sts_BM=jnp.ones((batch, num_sts), jnp.float32) if num_sts else None,
     )

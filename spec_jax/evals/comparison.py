@@ -59,12 +59,14 @@ def identity_metrics(same: identity.Identity, num_prompts: int) -> dict[str, Any
     Returns:
       `greedy_identical`: no difference but near-ties, and these on at most
       `MAX_NEAR_TIES` of the prompts or on one; `near_ties`: their number;
-      `near_tie_share`: of the prompts; `first_difference`.
+      `near_tie_share`: of the prompts; `first_tie` and `first_difference`: where the
+      first of each is, and how far apart the two tokens are.
     """
     few = same.prompts_with_ties <= max(1, MAX_NEAR_TIES * num_prompts)
     return {
         "greedy_identical": same.identical and few,
         "near_ties": same.near_ties,
         "near_tie_share": same.prompts_with_ties / max(num_prompts, 1),
+        "first_tie": same.first_tie,
         "first_difference": same.first_difference,
     }

@@ -29,13 +29,13 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import Contract, contract_from_json, require_same
+from spec_jax.train import leaves
 
 FORMAT = 1
 META, COMMIT, STATE = "meta.json", "COMMIT", "state"
@@ -79,30 +79,6 @@ class Restored:
     iterator: Any
     extra: dict
     entry: Entry
-
-
-def _is_key(leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _flatten(tree) -> tuple[dict[str, Any], Any]:
-    """`{leaf path: leaf}` and the tree's structure; keys as raw words."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    flat = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in leaves
-    }
-    if len(flat) != len(leaves):
-        raise ValueError("two leaves of the state have the same path")
-    return flat, structure
-
-
-def _describe(flat: dict[str, Any]) -> dict[str, dict]:
-    """Shape and dtype of each leaf; a typed key's dtype names its generator."""
-    return {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-        for name, leaf in flat.items()
-    }
 
 
 def _encode_iterator(state: Any) -> Any:
@@ -179,31 +155,6 @@ def best_of(entries: list[Entry]) -> Entry | None:
     """The entry with the highest metric, the earlier of equals."""
     judged = [entry for entry in entries if entry.metric is not None]
     return max(judged, key=lambda entry: (entry.metric, -entry.step), default=None)
-
-
-def _compare_leaves(ours: dict, theirs: dict, where: pathlib.Path) -> None:
-    """Refuses a missing, extra, reshaped or retyped leaf, by name."""
-    missing = sorted(set(ours) - set(theirs))
-    extra = sorted(set(theirs) - set(ours))
-    problem = None
-    if missing:
-        problem = f"lacks the leaf {missing[0]!r}"
-    elif extra:
-        problem = f"has the leaf {extra[0]!r}, which this run does not"
-    else:
-        for name in sorted(ours):
-            if ours[name] != theirs[name]:
-                a, b = theirs[name], ours[name]
-                problem = (
-                    f"has {name!r} as {a['dtype']}{a['shape']}, this run expects "
-                    f"{b['dtype']}{b['shape']}"
-                )
-                break
-    if problem:
-        raise UserError(
-            f"checkpoint {where} {problem}; use the recipe it was made with, or "
-            "another checkpoint folder"
-        )
 
 
 class Checkpoints:
@@ -347,7 +298,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.folder / f"step_{step:08d}.{self._next_attempt(step)}"
-        flat, _ = _flatten(state)
+        flat, _ = leaves.flatten(state)
         meta = {
             "format": FORMAT,
             "step": step,
@@ -356,11 +307,11 @@ class Checkpoints:
             "iterator": _encode_iterator(iterator),
             "metric": None if metric is None else float(metric),
             "extra": extra or {},
-            "leaves": _describe(flat),
+            "leaves": leaves.describe(flat),
         }
         json.dumps(meta)  # refuse here, not in the background
         raw = {
-            name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            name: jax.random.key_data(leaf) if leaves.is_key(leaf) else leaf
             for name, leaf in flat.items()
         }
         try:
@@ -394,7 +345,7 @@ class Checkpoints:
         if not self._primary:
             return
         written = _orbax_leaves(path / STATE)
-        if written != _as_stored(meta["leaves"]):
+        if written != leaves.as_stored(meta["leaves"]):
             raise RuntimeError(f"{path} does not hold the leaves that were saved")
         meta = {**meta, "files": _checksums(path / STATE)}
         text = json.dumps(meta, sort_keys=True)
@@ -435,8 +386,8 @@ class Checkpoints:
                 f"checkpoint {entry.path} was never finished; choose a listed step"
             )
         meta = self._require_ours(entry)
-        flat, structure = _flatten(template)
-        _compare_leaves(_describe(flat), meta["leaves"], entry.path)
+        flat, structure = leaves.flatten(template)
+        leaves.compare(leaves.describe(flat), meta["leaves"], entry.path)
         found = _checksums(entry.path / STATE)
         for name in sorted(set(found) | set(meta["files"])):
             if found.get(name) != meta["files"].get(name):
@@ -445,15 +396,15 @@ class Checkpoints:
             name: jax.ShapeDtypeStruct(
                 raw["shape"], raw["dtype"], sharding=flat[name].sharding
             )
-            for name, raw in _as_stored(_describe(flat)).items()
+            for name, raw in leaves.as_stored(leaves.describe(flat)).items()
         }
         raw = ocp.load(entry.path / STATE, shapes)
-        leaves = [
-            jax.random.wrap_key_data(raw[name]) if _is_key(leaf) else raw[name]
+        values = [
+            jax.random.wrap_key_data(raw[name]) if leaves.is_key(leaf) else raw[name]
             for name, leaf in flat.items()
         ]
         return Restored(
-            state=jax.tree_util.tree_unflatten(structure, leaves),
+            state=jax.tree_util.tree_unflatten(structure, values),
             iterator=_decode_iterator(meta["iterator"]),
             extra=meta["extra"],
             entry=entry,
@@ -465,17 +416,6 @@ class Checkpoints:
             self.wait()
         finally:
             self._worker.shutdown(wait=True)
-
-
-def _as_stored(leaves: dict[str, dict]) -> dict[str, dict]:
-    """Descriptions as Orbax holds them: a typed key becomes its uint32 words."""
-    words = jax.random.key_data(jax.random.key(0)).shape
-    stored = {}
-    for name, leaf in leaves.items():
-        if leaf["dtype"].startswith("key<"):
-            leaf = {"shape": [*leaf["shape"], *words], "dtype": "uint32"}
-        stored[name] = leaf
-    return stored
 
 
 def _orbax_leaves(path: pathlib.Path) -> dict[str, dict]:

@@ -137,6 +137,12 @@ def test_survival_is_calibrated_and_survives_nan():
     np.testing.assert_allclose(got, want, rtol=1e-6)
     with pytest.raises(UserError, match="2 values.*3 drafts"):
         plan.survival(logit, (1.0, 2.0))
+    # Each request by its own temperatures.
+    own = np.array([[1.0, 2.0, 0.5], [2.0, 1.0, 1.0]], np.float32)
+    got = np.asarray(plan.survival(logit[:2], (), own))
+    for row, scale in enumerate(own):
+        one = plan.survival(logit[:2], tuple(scale.tolist()))
+        np.testing.assert_array_equal(got[row], np.asarray(one)[row])
 
 
 def test_options_are_refused_as_the_recipe_spells_them():

@@ -50,6 +50,7 @@ def test_near_ties_on_few_prompts_keep_the_claim(
         "greedy_identical": holds,
         "near_ties": 7,
         "near_tie_share": with_ties / prompts,
+        "first_tie": verdict.first_tie,
         "first_difference": verdict.first_difference,
     }
     sampled, _, _ = comparison.measure(engine, engine, asked, Settings(temperature=1.0))

@@ -29,7 +29,7 @@ from spec_jax.core.verify_layout import even_ladder
 from spec_jax.data import workload
 from spec_jax.data.prompts import user_prompt
 from spec_jax.data.workload import WorkItem
-from spec_jax.decode import plan
+from spec_jax.decode import plan, regimes
 from spec_jax.decode.budget import BudgetOptions, Choice, Counts
 from spec_jax.decode.jobs import RoundRecord
 from spec_jax.decode.options import EngineOptions
@@ -531,6 +531,66 @@ def test_temperatures_of_another_regime_are_refused(world):
     assert "2 of 2 requests" in said[0] and "unknown" in said[0]
 
 
+def test_each_request_has_the_temperatures_of_its_own_regime(world):
+    exported = serving.load_drafter(world.drafter, world.target)
+    facts = runtime.facts(world.target, exported)
+    warm, hot = Settings(temperature=0.5), Settings(temperature=2.0)
+
+    def write(name, regime, values):
+        path = world.folder / name
+        made = {"temperatures": values, "spec_jax": facts | {"sampling": regime}}
+        path.write_text(json.dumps(STS | made))
+        return str(path)
+
+    first = write("cold.json", "greedy", [1.0, 2.0, 3.0])
+    second = write("warm.json", "temperature=0.5", [4.0, 5.0, 6.0])
+    said = []
+
+    cfg = schema.ServeOffline(
+        drafter="d",
+        mode="compact",
+        serve=schema.Serve(
+            slots=2, max_context=64, max_new_tokens=24, prefill_buckets=(16,)
+        ),
+    )
+
+    def load(*paths, settings=None):
+        made = dataclasses.replace(cfg, sts=",".join(paths))
+        args = (made, world.target, exported, settings or [Settings(), warm, hot])
+        return runtime.load_planning(*args, say=said.append)
+
+    options = load(first, second)
+    found = options["plan"]
+    assert found.temperatures_of("greedy") == (1.0, 2.0, 3.0)
+    assert found.temperatures_of("temperature=0.5") == (4.0, 5.0, 6.0)
+    assert found.temperatures_of("temperature=2") == (1.0, 2.0, 3.0)
+    assert len(said) == 1 and "1 of 3 requests" in said[0] and "first" in said[0]
+    # A file for requests that are not there does no harm; one at least must fit.
+    assert load(first, second, settings=[warm])["plan"].num_own == 3
+    with pytest.raises(ValueError, match="sampling 'greedy'.*'temperature=2'"):
+        load(first, second, settings=[hot])
+    again = write("again.json", "greedy", [1.0, 1.0, 1.0])
+    with pytest.raises(UserError, match="again.json and .*cold.json are both of"):
+        load(first, again)
+    unmarked = world.folder / "unmarked.json"
+    unmarked.write_text(json.dumps(STS))
+    with pytest.raises(UserError, match="unmarked.json does not say which"):
+        load(first, str(unmarked))
+    with pytest.raises(UserError, match="sts=',' names no file"):
+        load("", "")
+
+    # Served: the confidence of each slot is divided by its own request's.
+    engine = serving.make_engine(
+        world.target, world.params, cfg.serve, exported, **options
+    )
+    for settings in (Settings(max_new_tokens=9), warm):
+        engine.submit([1, 2, 3], dataclasses.replace(settings, max_new_tokens=9))
+    for _ in range(4):
+        engine.step()
+    rows = np.asarray(engine.state.slots.sts_BM)
+    assert sorted(rows.tolist()) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
 PLAN = {
     "survival_eps": 0.01,
     "min_verify_len": 2,
@@ -572,21 +632,21 @@ def test_every_option_of_a_plan_reaches_the_engine(world, monkeypatch):
 
 
 def test_words_of_a_regime():
-    assert runtime.regime_of(Settings(top_p=0.5)) == "greedy"
+    assert regimes.regime_of(Settings(top_p=0.5)) == "greedy"
     sampled = Settings(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
     words = "temperature=0.7, top_k=5, top_p=0.9, min_p=0.05"
-    assert runtime.regime_of(sampled) == words
+    assert regimes.regime_of(sampled) == words
     # Whatever else changes what is drafted or accepted is part of it.
     ruled = Settings(repetition_penalty=1.3, presence_penalty=0.5)
     words = "greedy, presence_penalty=0.5, repetition_penalty=1.3"
-    assert runtime.regime_of(ruled, one_hot_draft=True) == words
+    assert regimes.regime_of(ruled, one_hot_draft=True) == words
     biased = Settings(temperature=1.0, logit_bias=((3, 1.0), (4, 2.0)))
     words = "temperature=1, logit_bias of 2 tokens, one_hot_draft"
-    assert runtime.regime_of(biased, one_hot_draft=True) == words
+    assert regimes.regime_of(biased, one_hot_draft=True) == words
     hot = schema.Serve(temperature=1.0, one_hot_draft=True)
-    assert runtime.regime_of(hot) == "temperature=1, one_hot_draft"
+    assert regimes.regime_of(hot) == "temperature=1, one_hot_draft"
     cold = dataclasses.replace(hot, temperature=0.0)
-    assert runtime.regime_of(cold) == "greedy"
+    assert regimes.regime_of(cold) == "greedy"
     assert slot_buckets(1) == (1,)
     assert slot_buckets(6) == (1, 2, 4, 6)
     assert slot_buckets(8) == (1, 2, 4, 8)
