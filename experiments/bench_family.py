@@ -233,6 +233,7 @@ def training_facts(
         "train_steps": result.step if result else 0,
         "best_step": result.best_step if result else 0,
         "export_parity_max_abs": made.parity_max_abs,
+        "optional_part": made.choice.metrics() if made.choice else {},
     }
 
 

@@ -83,6 +83,8 @@ def main(cfg: schema.Pipeline, workdir: pathlib.Path) -> dict[str, Any]:
             "this_run": time.monotonic() - started,
         },
     }
+    if made.choice is not None:
+        metrics["optional_part"] = made.choice.metrics()
     if losses:
         series["loss"] = {"training": losses}
     return metrics | {"series": series}

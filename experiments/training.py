@@ -10,13 +10,14 @@ import functools
 import itertools
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import preparing, serving
+from experiments import optional_part, preparing, serving
 from experiments.clock import Clock
 from experiments.preparing import Prepared
 from experiments.progress import say
@@ -137,6 +138,29 @@ def num_steps(
         batches.close()
 
 
+def validation(
+    cfg: schema.Pipeline, prepared: Prepared, drafter: Drafter, frozen: Frozen
+) -> Callable[[Any], float]:
+    """(draft parameters) -> served accept length of held-out prompts, greedily."""
+    engine = serving.make_engine(
+        prepared.target,
+        prepared.params,
+        serving.one_by_one(cfg.serve),
+        (drafter, drafter.init(jax.random.key(cfg.seed)), frozen),
+        plain=False,
+    )
+    prompts = [list(p) for p in prepared.made.held_out[: cfg.train.eval_prompts]]
+    settings = Settings(max_new_tokens=cfg.train.eval_new_tokens)
+
+    def served(params) -> float:
+        # A copy: a training's next step reuses the memory of what it was given.
+        copied = jax.tree.map(lambda x: jnp.asarray(np.array(x)), params)
+        engine.weights = dataclasses.replace(engine.weights, draft=copied)
+        return decoding.served_accept_length(engine, prompts, settings)
+
+    return served
+
+
 def train(
     cfg: schema.Pipeline,
     prepared: Prepared,
@@ -149,25 +173,7 @@ def train(
     """Trains; the served accept length chooses the kept weights."""
     options = data_options(cfg)
     objective, mesh = make_objective(cfg), make_mesh(cfg)
-    target = prepared.target
-    engine = serving.make_engine(
-        target,
-        prepared.params,
-        serving.one_by_one(cfg.serve),
-        (drafter, drafter.init(jax.random.key(cfg.seed)), frozen),
-        plain=False,
-    )
-    held = prepared.made.held_out[: cfg.train.eval_prompts]
-    prompts = [list(p) for p in held]
-    settings = Settings(max_new_tokens=cfg.train.eval_new_tokens)
-
-    def evaluate(draft_params, step: int) -> float:
-        del step
-        # A copy: the next step reuses the memory of what it was given.
-        copied = jax.tree.map(lambda x: jnp.asarray(np.array(x)), draft_params)
-        engine.weights = dataclasses.replace(engine.weights, draft=copied)
-        return decoding.served_accept_length(engine, prompts, settings)
-
+    served = validation(cfg, prepared, drafter, frozen)
     t = cfg.train
     steps = num_steps(cfg, drafter, frozen, store)
     return loop.train(
@@ -198,7 +204,7 @@ def train(
         recipe_hash=loading.config_hash(cfg),
         contract=contract,
         mesh=mesh,
-        evaluate=evaluate,
+        evaluate=lambda params, step: served(params),
         log=lambda record: say(progress_line(record)),
     )
 
@@ -228,33 +234,48 @@ class Made:
     """A trained and exported drafter.
 
     Attributes:
-      drafter: as it was trained.
+      drafter: as it was exported.
       params: its kept weights.
       result: what training did; None where there was nothing to train.
       parity_max_abs: of the export's golden round.
+      choice: whether its optional part was exported; None where there is none.
     """
 
     drafter: Drafter
     params: Any
     result: loop.TrainResult | None
     parity_max_abs: float
+    choice: optional_part.Choice | None = None
 
 
 def make_drafter(
     cfg: schema.Pipeline, prepared: Prepared, workdir: pathlib.Path, clock: Clock
 ) -> Made:
-    """Captures what is missing, trains and exports one drafter."""
+    """Captures what is missing, trains and exports one drafter.
+
+    One with an optional part is exported as its held-out prompts say
+    (`experiments.optional_part`).
+    """
     target, vocab = prepared.target, prepared.vocab
     size = vocab.size if vocab else 0
     drafter = serving.new_drafter(cfg, target, draft_vocab_size=size)
     contract = preparing.make_contract(cfg, target, drafter)
     frozen = frozen_from_params(prepared.params, vocab)
-    result, params = None, drafter.init(jax.random.key(cfg.seed))
+    result, choice = None, None
+    params = drafter.init(jax.random.key(cfg.seed))
     if preparing.trains(drafter):
         store = preparing.capture(cfg, prepared, drafter, contract, clock)
         result = train(cfg, prepared, drafter, frozen, contract, store, workdir)
         params = result.params
+        choice = optional_part.choose(
+            drafter,
+            target.spec,
+            lambda one: validation(cfg, prepared, one, frozen)(params),
+        )
+    if choice is not None:
+        say(choice.words)
+        drafter = choice.drafter
     written = export(prepared, cfg, drafter, params, contract, workdir)
     for sentence in written.notes:
         say(f"note: {sentence}")
-    return Made(drafter, params, result, written.parity_max_abs)
+    return Made(drafter, params, result, written.parity_max_abs, choice)

@@ -27,6 +27,7 @@ NEEDS = {
         "configs/bench/decode.py",
         "configs/bench/schedule.py",
         "configs/bench/tree.py",
+        "configs/bench/variants.py",
         "configs/calibrate.py",
         "configs/profile.py",
         "configs/why.py",
@@ -58,6 +59,7 @@ def test_the_recipes_of_the_project_are_there():
         "configs/bench/peers.py",
         "configs/bench/family.py",
         "configs/bench/tree.py",
+        "configs/bench/variants.py",
     } <= set(RECIPES)
 
 

@@ -77,12 +77,15 @@ class Selector:
       size_k: K, candidates kept of each row.
       detached_query_XME: the query made from hidden rows without gradient, for
         objectives that train the selector alone, or None.
+      drafts: drafts are chosen by these scores; False: it is trained, and drafts
+        follow the unary logits.
     """
 
     query_XME: jnp.ndarray  # [X, M, E]
     successor_UE: jnp.ndarray  # [U, E]
     size_k: int = struct.field(pytree_node=False)
     detached_query_XME: jnp.ndarray | None = None  # [X, M, E]
+    drafts: bool = struct.field(pytree_node=False, default=True)
 
 
 @struct.dataclass
@@ -151,6 +154,9 @@ class Drafter:
         a verify ran. Rows past `length_B` may be written but must stay
         invisible: visibility follows the committed length.
       train_outputs: (params, frozen, Batch, key) -> TrainOutputs.
+      optional_part: name of a boolean option; False leaves a part of the weights,
+        which is trained all the same, out of drafting. "": there is none. Where it is
+        True, a training serves both on held-out prompts and exports the better one.
     """
 
     name: str
@@ -165,6 +171,7 @@ class Drafter:
     extend: Callable
     train_outputs: Callable
     terms: tuple[tuple[str, float], ...] = (("ce", 1.0),)
+    optional_part: str = ""
 
 
 def load(name: str, options: dict | Any, target_spec) -> Drafter:

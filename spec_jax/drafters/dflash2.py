@@ -40,8 +40,8 @@ class Options(blocks.BlockOptions):
       selector_rank: E of the selector's codebooks.
       selector_top_k: K, candidates kept of each row.
       use_selector: choose among the candidates when drafting; False drafts from
-        the unary logits, as DFlash does (where the selector's held-out lift is
-        not positive). Training always has it.
+        the unary logits, as DFlash does. Training always has it. Where its held-out
+        lift is not positive, a drafter trained with True is exported with False.
       output_multiplier: factor of the unary logits.
       final_logit_softcapping: unary logits become `cap * tanh(logits / cap)`;
         0: off. Serving only, for drafters trained elsewhere.
@@ -219,6 +219,7 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
                 successor_UE=successor_UE,
                 size_k=min(options.selector_top_k, successor_UE.shape[0]),
                 detached_query_XME=query(jax.lax.stop_gradient(rows.hidden_XMD)),
+                drafts=options.use_selector,
             ),
         )
 
@@ -235,4 +236,5 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
         extend=absorb,
         train_outputs=train_outputs,
         terms=(("ce", 1.0), ("selector", 1.0)),
+        optional_part="use_selector",
     )

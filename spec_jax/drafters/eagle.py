@@ -23,7 +23,7 @@ from spec_jax.core.batch import Batch
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema
-from spec_jax.drafters import feedback
+from spec_jax.drafters import feedback, rollouts
 from spec_jax.drafters.base import Drafter, Frozen, TrainOutputs
 from spec_jax.nn import anchors, recurrent
 from spec_jax.target.spec import TargetSpec
@@ -131,7 +131,7 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
                     key, feature_BSD, batch.length_B, options.feature_noise
                 )
 
-        rows = feedback.roll_out(
+        rows = rollouts.roll_out(
             cell, params["params"], frozen, batch, key, depth=1, noise=noise
         )
         return TrainOutputs(

@@ -32,7 +32,7 @@ from spec_jax.core.batch import Batch
 from spec_jax.core.block_layout import BlockLayout
 from spec_jax.core.errors import UserError
 from spec_jax.core.features import FeatureSchema, check_layer_ids
-from spec_jax.drafters import blocks, feedback
+from spec_jax.drafters import blocks, feedback, rollouts
 from spec_jax.drafters.base import Drafter, Frozen, TrainOutputs
 from spec_jax.nn import layers, recurrent
 from spec_jax.target.spec import TargetSpec
@@ -143,7 +143,7 @@ def make(options: Options, target_spec: TargetSpec) -> Drafter:
 
     def train_outputs(params, frozen: Frozen, batch: Batch, key) -> TrainOutputs:
         weights = params["params"]
-        rows = feedback.roll_out(
+        rows = rollouts.roll_out(
             cell, weights, frozen, batch, key, depth=options.ttt_length
         )
         return TrainOutputs(

@@ -58,15 +58,16 @@ def draft_columns(frozen: Frozen, labels_X):
 
 
 def output_logits(outputs: TrainOutputs, frozen: Frozen):
-    """Logits of every row a drafter trains on, `[X, M, U]`.
+    """Logits of every row a drafter trains on, `[X, M, U]`, as it is to draft.
 
-    Of a selector, the scores of all tokens: the candidates' are among them.
+    Of a selector that drafts, the scores of all tokens: the candidates' are among
+    them.
     """
     head_DU = frozen.head_DU if outputs.head_DU is None else outputs.head_DU
     logits_XMU = row_logits(
         head_DU, outputs.hidden_XMD, outputs.correction_EU, outputs.correction_XME
     )
-    if outputs.selector is not None:
+    if outputs.selector is not None and outputs.selector.drafts:
         logits_XMU += outputs.selector.query_XME @ outputs.selector.successor_UE.T
     return logits_XMU
 

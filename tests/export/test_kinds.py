@@ -239,6 +239,13 @@ def test_training_and_serving_logits_agree(kind, make):
     assert golden.parity_max_abs(drafter, made.params, made.probe) <= 1e-4
 
 
+def test_logits_agree_where_a_trained_selector_does_not_draft(make):
+    made = make("dflash2")
+    options = dataclasses.replace(made.drafter.options, use_selector=False)
+    unary = shared.make_drafter("dflash2", options, SPEC)
+    assert golden.parity_max_abs(unary, made.params, made.probe) <= 1e-4
+
+
 def test_more_than_one_row_is_compared(make):
     """The chain that serving chose is what training followed: three rows of EAGLE-3."""
     made = make("eagle3")

@@ -22,6 +22,7 @@ from spec_jax.config.schema.bench import (
     BenchSchedule,
     BenchSoak,
     BenchTree,
+    BenchVariants,
 )
 from spec_jax.config.schema.checks import DTYPES, Pairs
 from spec_jax.config.schema.data import Capture, Data
@@ -44,6 +45,7 @@ __all__ = (
     "BenchSchedule",
     "BenchSoak",
     "BenchTree",
+    "BenchVariants",
     "Calibrate",
     "Capture",
     "Common",
@@ -76,6 +78,7 @@ SCHEMAS: dict[str, type[Common]] = {
     "serve_offline": ServeOffline,
     "bench_family": BenchFamily,
     "bench_tree": BenchTree,
+    "bench_variants": BenchVariants,
     "why": Why,
     "bench_law": BenchLaw,
     "bench_soak": BenchSoak,

@@ -130,6 +130,8 @@ class BenchFamily(Common):
       temperatures: each prompt set is decoded at each of them; 0 is greedy.
       positions: supervised positions of each drafter; 0 counts `starts`.
       starts: anchors, or starts of a chain of depths, of each drafter instead.
+      batch: conversations of one optimiser step, the same for all; a few, since the
+        positions are few: half the batch is twice the steps.
       validation_prompts: held-out prompts that choose the kept weights; the
         others are what is measured.
     """
@@ -147,6 +149,7 @@ class BenchFamily(Common):
     temperatures: tuple[float, ...] = (0.0, 1.0)
     positions: int = 1_000_000
     starts: int = 0
+    batch: int = 3
     validation_prompts: int = 8
     data: Data = Data()
     capture: Capture = Capture()
@@ -157,7 +160,7 @@ class BenchFamily(Common):
         super().__post_init__()
         check(bool(self.drafters), "drafters", self.drafters, "is empty; name some")
         at_least(0, "", self, "positions", "starts")
-        at_least(1, "", self, "validation_prompts")
+        at_least(1, "", self, "batch", "validation_prompts")
         check(
             bool(self.positions) != bool(self.starts),
             "starts",
@@ -199,6 +202,52 @@ class BenchTree(Common):
             self.drafter,
             "is empty; name an exported drafter folder with --config.drafter=<folder>",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchVariants(Common):
+    """One exported drafter, served in several ways: accept lengths side by side.
+
+    Attributes:
+      drafter: an exported drafter folder.
+      temperatures: each prompt set is decoded at each of them; 0 is greedy.
+      roundings: types that features are rounded to, a variant each:
+        "bfloat16", "float8_e4m3", "int8".
+      serve: `slots` is not read: one request at a time.
+    """
+
+    task: str = "bench_variants"
+    drafter: str = ""
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    roundings: tuple[str, ...] = ("bfloat16", "float8_e4m3", "int8")
+    serve: Serve = Serve(slots=1)
+    bench: Bench = Bench()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            bool(self.drafter),
+            "drafter",
+            self.drafter,
+            "is empty; name an exported drafter folder with --config.drafter=<folder>",
+        )
+        check(
+            bool(self.temperatures) and all(0 <= t < 100 for t in self.temperatures),
+            "temperatures",
+            self.temperatures,
+            "must name some, in [0, 100)",
+        )
+        for kind in self.roundings:
+            known = ("bfloat16", "float8_e4m3", "int8")
+            check(kind in known, "roundings", kind, f"must be one of {list(known)}")
+        for name, value, fix in (
+            ("temperature", 0.0, "name them in temperatures"),
+            ("one_hot_draft", False, "it is a variant"),
+            ("speculate", True, "every variant drafts"),
+            ("topology", "chain", "variants are served in chains"),
+        ):
+            given = getattr(self.serve, name)
+            check(given == value, f"serve.{name}", given, f"is not read: {fix}")
 
 
 @dataclasses.dataclass(frozen=True)
