@@ -12,7 +12,8 @@ Budgets instead of full windows, with what `configs/profile.py` and
 
     --config.mode=compact --config.cost=<cost.json> --config.sts=<sts.json>
 
-(several STS files, one for each sampling regime: <a.json>,<b.json>)
+(several STS files, one for each sampling regime: <a.json>,<b.json>; the first one's
+temperatures are for requests of any other regime, too)
 
 Its limits are the `plan` section: --config.plan.max_verify_len=4
 --config.plan.align_rows=True --config.plan.extra_lag=1

@@ -21,6 +21,7 @@ import rich.markup
 import rich.table
 
 from experiments import (
+    optional_part,
     preparing,
     serving,
     session,
@@ -35,6 +36,7 @@ from spec_jax.core.errors import UserError
 from spec_jax.decode.options import room_of
 from spec_jax.drafters.base import Drafter
 from spec_jax.evals import comparison, teacher_forced
+from spec_jax.parallel import mesh as mesh_lib
 from spec_jax.target.loading import Target
 
 BASELINE = "lookup"
@@ -119,6 +121,13 @@ def check_family(
     """
     if not cfg.temperatures:
         raise UserError("temperatures=() is empty; name some (0 is greedy)")
+    shards = mesh_lib.batch_shards(training.make_mesh(recipes[cfg.drafters[0]]))
+    trained = any(map(preparing.trains, drafters.values()))
+    if trained and cfg.batch * jax.process_count() % shards:
+        raise UserError(
+            f"batch={cfg.batch} must be a multiple of {shards}, the devices that share "
+            f"it; say --config.batch={-(-cfg.batch // shards) * shards}"
+        )
     prompt = cfg.data.max_tokens - cfg.data.max_new_tokens
     for name, recipe in recipes.items():
         drafter = drafters[name]
@@ -224,6 +233,8 @@ def training_facts(
     if result:
         records = folder / "train" / "metrics.jsonl"
         forced = teacher_forced.read(records, result.best_step)
+        if not optional_part.drafts_with_part(made.drafter):
+            forced.pop("walk_accept_length", None)  # of a walk that does not draft
     return {
         "teacher_forced": forced,
         "params": sum(x.size for x in jax.tree.leaves(made.params)),

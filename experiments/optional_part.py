@@ -3,7 +3,8 @@
 A drafter may name an option without which a part of its weights does not draft
 (`Drafter.optional_part`; DFlash 2's selector). A part that was trained on little
 text may draft worse than none, so after a training both are served on the held-out
-prompts, and where the lift is not positive the folder leaves the part out.
+prompts (those that chose the weights), and where the lift is not positive the folder
+leaves the part out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from spec_jax.core.errors import UserError
 from spec_jax.drafters import base
 from spec_jax.drafters.base import Drafter
 from spec_jax.target.spec import TargetSpec
@@ -62,6 +66,32 @@ def drafts_with_part(drafter: Drafter) -> bool:
     """Whether its optional part drafts; False where it has none."""
     part = drafter.optional_part
     return bool(part) and getattr(drafter.options, part)
+
+
+def check(drafter: Drafter, target_spec: TargetSpec) -> None:
+    """Refuses, before any work, a part that could not be left out after training.
+
+    Raises:
+      UserError: it names no boolean option, or other weights go with it.
+    """
+    part = drafter.optional_part
+    if not part:
+        return
+    value = getattr(drafter.options, part, None)
+    if not isinstance(value, bool):
+        raise UserError(
+            f"drafter.name={drafter.name!r}: its optional_part={part!r} must be a "
+            f"boolean of its options, and there it is {value!r}; correct the drafter"
+        )
+    other = other_of(drafter, target_spec)
+    assert other is not None
+    key = jax.random.key(0)
+    if jax.eval_shape(drafter.init, key) != jax.eval_shape(other.init, key):
+        raise UserError(
+            f"drafter.name={drafter.name!r}: drafter.options.{part} changes the "
+            "weights, so that it cannot be left out after training; an optional_part "
+            "may change how they draft alone"
+        )
 
 
 def other_of(drafter: Drafter, target_spec: TargetSpec) -> Drafter | None:

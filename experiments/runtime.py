@@ -132,6 +132,8 @@ def read_sts(
         regime that the requests have; or two are of one regime.
     """
     names = [name.strip() for name in paths.split(",") if name.strip()]
+    if os.path.exists(find_file(paths)):  # a comma may be part of a name
+        names = [paths]
     if not names:
         raise UserError(f"sts={paths!r} names no file; name some, or leave it out")
     files = [calibration.read_sts(find_file(name)) for name in names]
@@ -151,13 +153,16 @@ def read_sts(
     # One of them is somebody's; any other was fitted for requests that may come.
     some = any(regime in regimes for regime in found)
     wanted = "; ".join(sorted(regimes)) or None
-    for fitted, regime in zip(files, found, strict=True):
-        fitted.check(
-            num_draft,
-            **known,
-            sampling=regime if some else wanted,
-            allow_unmarked=allow_unmarked,
-        )
+    for name, fitted, regime in zip(names, files, found, strict=True):
+        try:
+            fitted.check(
+                num_draft,
+                **known,
+                sampling=regime if some else wanted,
+                allow_unmarked=allow_unmarked,
+            )
+        except UserError as error:
+            raise UserError(f"sts={name!r}: {error}") from error
     return files
 
 

@@ -61,11 +61,13 @@ def check_early(cfg: schema.Pipeline, target: Target, drafter: Drafter) -> None:
 
     Raises:
       UserError: a wrong mesh, or a batch that it does not divide; an objective that
-        is wrong or that the drafter cannot feed; a drafter that cannot be exported,
-        or cannot propose what is served; more drafts than are trained; or the
-        longest prompt and its new tokens do not fit into a slot.
+        is wrong or that the drafter cannot feed; a drafter whose optional part
+        cannot be left out, that cannot be exported, or cannot propose what is
+        served; more drafts than are trained; or the longest prompt and its new
+        tokens do not fit into a slot.
     """
     check_batch(cfg.train, make_mesh(cfg), drafter)
+    optional_part.check(drafter, target.spec)
     objectives.check_objective(
         drafter, make_objective(cfg), target.spec, cfg.train.seq_len
     )

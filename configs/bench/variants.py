@@ -14,8 +14,9 @@ Each variant is decoded at temperatures 0, 0.7 and 1:
     with_use_selector, without_use_selector
                    of DFlash 2: the one that its folder does not serve
 
-What a drafter cannot do is left out, and the report says so. Every greedy text is
-compared with plain decoding. Nothing is timed, so a busy machine is no harm.
+What a drafter cannot do is left out, and the report says so. Where 0 is among
+`temperatures`, every greedy text is compared with plain decoding. Nothing is timed, so
+a busy machine is no harm.
 
 Uses the drafter of the latest finished run of `configs/smollm2.py:dflash2`;
 another one: `configs/bench/variants.py:dflash`, or --config.drafter=<folder>.

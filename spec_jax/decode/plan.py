@@ -71,6 +71,12 @@ class PlanOptions:
                 f"plan.max_verify_len={self.max_verify_len} is below "
                 f"plan.min_verify_len={self.min_verify_len}; 0 is the whole window"
             )
+        named = [regime for regime, _ in self.by_regime]
+        if len(set(named)) < len(named) or not all(t for _, t in self.by_regime):
+            raise UserError(
+                f"sts.temperatures of the sampling regimes {named} must be one "
+                "non-empty list for each regime; name each once"
+            )
         given = (self.temperatures, *dict(self.by_regime).values())
         for each in given:
             if any(not t > 0 for t in each):

@@ -2,8 +2,9 @@
 
 A drafter's confidence is off by other amounts when texts are greedy, when they are
 sampled, and when penalties move the law, so that temperatures are fitted once for
-each regime (article 5.4). Regimes only decide which temperatures a request's
-confidence is divided by: whatever they are, its text keeps its law.
+each regime (article 5.4); `configs/calibrate.py` fits those that a recipe's `serve`
+can say, which have no penalties or biases. Regimes only decide which temperatures a
+request's confidence is divided by: whatever they are, its text keeps its law.
 """
 
 from __future__ import annotations

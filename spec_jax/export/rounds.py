@@ -266,7 +266,8 @@ def _capture_program(spec: TargetSpec, layer_ids: tuple[int, ...]) -> Callable:
 def _training_program(drafter: Drafter) -> Callable:
     """(params, frozen, batch) -> logits and confidence of every row, anchor, validity.
 
-    Of a selector, the scores of all tokens: the candidates' are among them.
+    Of a selector that drafts, the scores of all tokens: the candidates' are among
+    them.
     """
 
     @quick_jit

@@ -17,7 +17,7 @@ def is_key(leaf) -> bool:
 
 
 def flatten(tree) -> tuple[dict[str, Any], Any]:
-    """`{leaf path: leaf}` and the tree's structure; keys as raw words."""
+    """`{leaf path: leaf}` and the tree's structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     flat = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf

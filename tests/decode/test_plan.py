@@ -145,6 +145,43 @@ def test_survival_is_calibrated_and_survives_nan():
         np.testing.assert_array_equal(got[row], np.asarray(one)[row])
 
 
+def test_a_round_plans_each_request_by_its_own_temperatures():
+    """Equal confidence, other temperatures: other survival, and other rows."""
+    logits = jnp.zeros((2, M, 5)).at[..., 1].set(2.0)
+    own = jnp.full((2, M), 2.0, jnp.float32)
+    proposal = proposal_of(logits, own)
+    sts = np.array([[0.5] * M, [5.0] * M], np.float32)
+    slots = empty_slots(2, 1, num_sts=M).replace(
+        active_B=jnp.ones(2, bool), speculate_B=jnp.ones(2, bool)
+    )
+    assert slots.sts_BM.shape == (2, M)
+    regimes = (("greedy", (1.0,) * M), ("temperature=1", (2.0,) * M))
+    options = PlanOptions(mode="compact", by_regime=regimes)
+    budget = jnp.asarray(M, jnp.int32)
+    alike, _ = plan.windows(slots, proposal, options, budget)
+    lengths, seen = plan.windows(
+        slots.replace(sts_BM=jnp.asarray(sts)), proposal, options, budget
+    )
+    want = np.cumprod(1 / (1 + np.exp(-2.0 / sts)), 1)
+    np.testing.assert_allclose(np.asarray(seen.survival_BM), want, rtol=1e-6)
+    # The first request's drafts are the surer ones to be reached.
+    assert lengths[0] > alike[0] and lengths[1] < alike[1]
+    assert lengths.sum() == alike.sum() == 2 + M
+
+
+def test_temperatures_of_regimes_are_whole_and_named_once():
+    one, two = ("greedy", (1.0, 2.0)), ("temperature=1", (3.0, 4.0))
+    made = PlanOptions(by_regime=(one, two))
+    assert made.num_own == 2
+    assert made.temperatures_of("temperature=1") == (3.0, 4.0)
+    assert made.temperatures_of("else") == (1.0, 1.0)
+    for wrong in ((one, one), (one, ("else", ())), (("else", ()), one)):
+        with pytest.raises(UserError, match="one non-empty list for each"):
+            PlanOptions(by_regime=wrong)
+    with pytest.raises(UserError, match=r"differ in length, \[2, 1\]"):
+        PlanOptions(by_regime=(one, ("else", (1.0,))))
+
+
 def test_options_are_refused_as_the_recipe_spells_them():
     for field, value in [
         ("survival_eps", 1.0),

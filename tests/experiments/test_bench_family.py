@@ -9,6 +9,7 @@ import pytest
 from configs.bench import family as family_recipe
 from experiments import (
     bench_family,
+    optional_part,
     preparing,
     serving,
     synthesis,
@@ -48,6 +49,13 @@ def test_drafters_of_the_tiny_recipe_train_on_one_store():
         kept.layer_ids
     )
     bench_family.check_family(cfg, shared, drafters, target)
+
+
+def test_a_batch_that_the_devices_do_not_share_is_refused_by_its_own_name(monkeypatch):
+    cfg, target, recipes, drafters = tiny_family()
+    monkeypatch.setattr(bench_family.mesh_lib, "batch_shards", lambda mesh: 3)
+    with pytest.raises(UserError, match=r"batch=8 .*multiple of 3.*--config\.batch=9"):
+        bench_family.check_family(cfg, recipes, drafters, target)
 
 
 def test_layers_that_the_recipe_names_stay_and_are_checked():
@@ -167,20 +175,29 @@ def test_too_few_prompts_end_it_before_any_training(tmp_path, monkeypatch):
 def test_facts_hold_the_metrics_of_the_kept_weights(tmp_path):
     (tmp_path / "train").mkdir()
     lines = [
-        {"kind": "train", "step": s, "metrics": {"acc_1": s / 10, "accept_length": s}}
+        {
+            "kind": "train",
+            "step": s,
+            "metrics": {"acc_1": s / 10, "accept_length": s, "walk_accept_length": 9},
+        }
         for s in (2, 4, 6)
     ]
     file = tmp_path / "train" / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = types.SimpleNamespace(slots=9.0, seconds=1.0, step=6, best_step=4)
-    made = training.Made(None, {}, result, 0.0)
+    _, target, recipes, _ = tiny_family()
+    dflash2 = serving.new_drafter(recipes["dflash2"], target)
+    made = training.Made(dflash2, {}, result, 0.0)
     prepared = preparing.Prepared(None, None, text(), None, 1.0, tmp_path)
     facts = bench_family.training_facts(made, prepared, tmp_path)
-    assert facts["teacher_forced"] == {
-        "step": 4,
-        "acc_by_position": [0.4],
-        "accept_length": 4,
-    }
+    expected = {"step": 4, "acc_by_position": [0.4], "accept_length": 4}
+    assert facts["teacher_forced"] == expected | {"walk_accept_length": 9}
+    # A selector that is left out does not walk when drafts are made.
+    without = dataclasses.replace(
+        made, drafter=optional_part.other_of(dflash2, target.spec)
+    )
+    facts = bench_family.training_facts(without, prepared, tmp_path)
+    assert facts["teacher_forced"] == expected
     untrained = dataclasses.replace(made, result=None)
     facts = bench_family.training_facts(untrained, prepared, tmp_path)
     assert facts["teacher_forced"] == {} and facts["train_steps"] == 0

@@ -23,6 +23,7 @@ from experiments import (
     training,
 )
 from spec_jax.config import schema
+from spec_jax.core.errors import UserError
 from spec_jax.data import samples
 from tests.support import served, tiny
 
@@ -135,6 +136,20 @@ def test_a_drafter_without_a_choice_is_not_served_for_one(make, monkeypatch, cfg
     made, options, _ = make(cfg)
     assert made.choice is None
     assert getattr(options, "use_selector", False) is False
+
+
+def test_a_part_that_cannot_be_left_out_is_refused_before_training(prepared):
+    cfg, target = recipe(), prepared.target
+    drafter = serving.new_drafter(cfg, target)
+    training.check_early(cfg, target, drafter)
+    for part, words in (
+        ("nope", "optional_part='nope' must be a boolean .* it is None"),
+        ("num_layers", "optional_part='num_layers' must be a boolean .* it is 1"),
+        ("qk_norm", "drafter.options.qk_norm changes the weights"),
+    ):
+        odd = dataclasses.replace(drafter, optional_part=part)
+        with pytest.raises(UserError, match=words):
+            training.check_early(cfg, target, odd)
 
 
 def test_a_part_that_adds_nothing_is_left_out(prepared):

@@ -578,6 +578,12 @@ def test_each_request_has_the_temperatures_of_its_own_regime(world):
         load(first, str(unmarked))
     with pytest.raises(UserError, match="sts=',' names no file"):
         load("", "")
+    short = write("short.json", "temperature=2", [1.0, 2.0])
+    with pytest.raises(UserError, match="short.json': the STS file has 2 temper"):
+        load(first, short)
+    # A comma may be part of a file's name.
+    odd = write("a,b.json", "greedy", [7.0, 8.0, 9.0])
+    assert load(odd)["plan"].temperatures == (7.0, 8.0, 9.0)
 
     # Served: the confidence of each slot is divided by its own request's.
     engine = serving.make_engine(
@@ -589,6 +595,21 @@ def test_each_request_has_the_temperatures_of_its_own_regime(world):
         engine.step()
     rows = np.asarray(engine.state.slots.sts_BM)
     assert sorted(rows.tolist()) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    # A request that is taken back returns with its own, into whatever slot.
+    made = engine.run()
+    again = engine.submit([1, 2, 3], dataclasses.replace(warm, max_new_tokens=20))
+    for _ in range(3):
+        engine.step()
+    assert engine.retract(again)
+    other = engine.submit([3, 2], Settings(max_new_tokens=20))
+    for _ in range(4):
+        engine.step()
+    at = {job.handle: slot for slot, job in engine.table.running.items()}
+    rows = np.asarray(engine.state.slots.sts_BM)
+    assert rows[at[again]].tolist() == [4.0, 5.0, 6.0]
+    assert rows[at[other]].tolist() == [1.0, 2.0, 3.0]
+    made |= engine.run()
+    assert all(one.finish_reason in ("stop", "length") for one in made.values())
 
 
 PLAN = {

@@ -80,8 +80,9 @@ def test_donation_and_mutation_right_after_save(tmp_path):
     checkpoints.save(state, 1)
     spoil = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     words = state.pop("rng")
+    # Either the memory is reused at once, or, where the writer still holds a view of
+    # it, XLA copies instead: which of them is a race, and both must be safe.
     spoiled = jax.block_until_ready(spoil(state))
-    assert state["params"]["norm"].is_deleted()
     template = {**spoiled, "rng": words}
     restored = toy.leaves(checkpoints.restore(template).state)
     np.testing.assert_array_equal(restored.pop("['host']"), host)

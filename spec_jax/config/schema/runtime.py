@@ -120,8 +120,8 @@ class ServeOffline(Common):
         verifies everything.
       sts: temperatures that `configs/calibrate.py` made, of one sampling regime,
         or of several, separated by commas: each request has those of its own regime
-        (the first file's, where none is); "" leaves the confidence as the drafter
-        gives it.
+        (the first file's, where none is: the order counts); "" leaves the
+        confidence as the drafter gives it.
       allow_unmarked: accept a table or temperatures that do not say what they were
         measured on (other programs').
       row_buckets: row buckets T of each R, in the modes that have a budget; as in
