@@ -19,7 +19,13 @@ With a reduced vocabulary: --config.drafter.draft_vocab=8192 (draft 4.4 ms).
 On two idle cores of a Xeon, with that, --config.drafter.options.num_draft=5 and
 --config.bench.context=176: plain step 34.3 ms, verify of 2, 4, 6, 8, 16 rows 40, 53,
 54, 63, 75 ms, draft 6.5 (its trunk 4.4), draft state 2.0, round 65.5;
-`overhead_fraction` 0.07 greedy and 0.14 sampled.
+`overhead_fraction` 0.07 greedy and 0.14 sampled. The others, so (lookup without a
+vocabulary; ms of plain step, draft, its trunk and vocabulary, draft state, round):
+    lookup    31.2   0.4  (0.3, 0.1)   0.3  55.3
+    dspark    30.2   5.7  (3.9, 1.8)   1.8  57.2
+    dflash2   32.2  15.5  (5.3, 10.2)  2.0  69.9
+    eagle     37.3  10.4  (5.9, 4.5)   2.9  70.6
+    eagle3    35.8  10.9  (6.1, 4.9)   3.6  73.3
 At another live context: --config.bench.context=1024 --config.serve.max_context=2048
 """
 
