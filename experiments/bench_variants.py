@@ -28,7 +28,7 @@ from spec_jax.data import prompts as prompt_files
 from spec_jax.decode.engine import Engine
 from spec_jax.decode.request import Settings
 from spec_jax.drafters.base import Drafter
-from spec_jax.evals import comparison, decoding, identity
+from spec_jax.evals import comparison, decoding
 from spec_jax.target.loading import Target
 
 AS_IS, ONE_HOT = "as_is", "one_hot"
@@ -108,18 +108,8 @@ def serve_set(
         "accept_length_looping": decoding.accept_length(apart),
         "accept_by_position": decoding.accept_by_position(kept, engine.window - 1),
     }
-    if settings.temperature == 0:
-        same = identity.compare(
-            engine.spec,
-            engine.weights.target,
-            engine,
-            prompts,
-            plain,
-            [d.generation.tokens for d in made],
-            settings,
-        )
-        found |= comparison.identity_metrics(same, len(prompts))
-    return found
+    tokens = [d.generation.tokens for d in made]
+    return found | comparison.greedy_identity(engine, prompts, plain, tokens, settings)
 
 
 def main(cfg: schema.BenchVariants, workdir: pathlib.Path) -> dict[str, Any]:

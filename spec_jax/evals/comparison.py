@@ -39,18 +39,27 @@ def measure(
         base, runs = decoding.decode_pairs(plain, ours, prompts, settings, say)
     found = decoding.summary(base, runs, ours.window - 1)
     found["compiles_after_warmup"] = counted.compiles
-    if settings.temperature == 0:
-        same = identity.compare(
-            ours.spec,
-            ours.weights.target,
-            ours,
-            prompts,
-            [d.generation.tokens for d in base],
-            [d.generation.tokens for d in runs],
-            settings,
-        )
-        found |= identity_metrics(same, len(prompts))
+    tokens = [[d.generation.tokens for d in made] for made in (base, runs)]
+    found |= greedy_identity(ours, prompts, *tokens, settings)
     return found, base, runs
+
+
+def greedy_identity(engine, prompts, plain, ours, settings) -> dict[str, Any]:
+    """`identity_metrics` of greedy texts; nothing where they are sampled.
+
+    Args:
+      engine: what made `ours`.
+      prompts: token ids.
+      plain: what plain decoding answers.
+      ours: what the engine answered.
+      settings: of every request.
+    """
+    if settings.temperature != 0:
+        return {}
+    same = identity.compare(
+        engine.spec, engine.weights.target, engine, prompts, plain, ours, settings
+    )
+    return identity_metrics(same, len(prompts))
 
 
 def identity_metrics(same: identity.Identity, num_prompts: int) -> dict[str, Any]:
