@@ -9,6 +9,7 @@ from spec_jax.config.schema.checks import (
     ascending,
     at_least,
     check,
+    needs_drafter,
     share,
 )
 from spec_jax.config.schema.data import Capture, Data
@@ -103,12 +104,7 @@ class BenchDecode(Common):
 
     def __post_init__(self):
         super().__post_init__()
-        check(
-            bool(self.drafter),
-            "drafter",
-            self.drafter,
-            "is empty; name an exported drafter folder with --config.drafter=<folder>",
-        )
+        needs_drafter(self.drafter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,12 +192,7 @@ class BenchTree(Common):
     def __post_init__(self):
         super().__post_init__()
         ascending("", self, "nodes")
-        check(
-            bool(self.drafter),
-            "drafter",
-            self.drafter,
-            "is empty; name an exported drafter folder with --config.drafter=<folder>",
-        )
+        needs_drafter(self.drafter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,12 +216,7 @@ class BenchVariants(Common):
 
     def __post_init__(self):
         super().__post_init__()
-        check(
-            bool(self.drafter),
-            "drafter",
-            self.drafter,
-            "is empty; name an exported drafter folder with --config.drafter=<folder>",
-        )
+        needs_drafter(self.drafter)
         check(
             bool(self.temperatures) and all(0 <= t < 100 for t in self.temperatures),
             "temperatures",
@@ -385,12 +371,7 @@ class BenchSchedule(Common):
 
     def __post_init__(self):
         super().__post_init__()
-        check(
-            bool(self.drafter),
-            "drafter",
-            self.drafter,
-            "is empty; name an exported drafter folder with --config.drafter=<folder>",
-        )
+        needs_drafter(self.drafter)
         check(bool(self.concurrency), "concurrency", (), "is empty; name some loads")
         ascending("", self, "concurrency")
         check(

@@ -67,3 +67,13 @@ def ascending(section: str, record: Any, name: str) -> None:
     values = getattr(record, name)
     good = all(v > 0 for v in values) and list(values) == sorted(set(values))
     check(good, _join(section, name), values, "must be positive and ascending")
+
+
+def needs_drafter(drafter: str) -> None:
+    """Refuses a recipe for exported drafters that names none."""
+    check(
+        bool(drafter),
+        "drafter",
+        drafter,
+        "is empty; name an exported drafter folder with --config.drafter=<folder>",
+    )

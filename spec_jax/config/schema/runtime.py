@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spec_jax.config.schema.checks import check
+from spec_jax.config.schema.checks import check, needs_drafter
 from spec_jax.config.schema.recipes import TREE_FIELDS, Common
 from spec_jax.config.schema.serving import AutoOff, Plan, Serve, needs_drafts
 
@@ -29,15 +29,6 @@ _TIMED = (
     "newcomers",
     "feedback",
 )
-
-
-def _needs_drafter(drafter: str) -> None:
-    check(
-        bool(drafter),
-        "drafter",
-        drafter,
-        "is empty; name an exported drafter folder with --config.drafter=<folder>",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Calibrate(Common):
 
     def __post_init__(self):
         super().__post_init__()
-        _needs_drafter(self.drafter)
+        needs_drafter(self.drafter)
         needs_drafts(self.serve)
         _top(self, 0, "max_prompts")
         _top(self, 1, "num_bins", "min_rounds")
@@ -98,7 +89,7 @@ class Profile(Common):
 
     def __post_init__(self):
         super().__post_init__()
-        _needs_drafter(self.drafter)
+        needs_drafter(self.drafter)
         needs_drafts(self.serve)
         check(self.form in FORMS, "form", self.form, f"must be one of {list(FORMS)}")
         _top(self, 1, "row_buckets", "repeats", "context")
