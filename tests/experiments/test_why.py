@@ -26,7 +26,7 @@ from spec_jax.core.features import Contract
 from spec_jax.core.quick import quick_jit
 from spec_jax.core.vocab import DraftVocab
 from spec_jax.data import capture, files
-from spec_jax.drafters import base, blocks, feedback
+from spec_jax.drafters import base, blocks, rollouts
 from spec_jax.evals import why as checks
 from spec_jax.export import folder, golden, storage
 from spec_jax.nn import attention, block, layers, recurrent
@@ -649,7 +649,7 @@ PLANTED = {
     "A9 embedding not scaled, rollouts": (
         "eagle",
         "training",
-        embedding_unscaled(feedback, "embed"),
+        embedding_unscaled(rollouts, "embed"),
         EARLY,
         "slot 0",
     ),
