@@ -74,7 +74,7 @@ SUBJECTS = (
     Subject("dflash2", "dflash2", (("selector_top_k", 3),)),
     Subject("eagle3", "eagle3", reduced=True),
     Subject("eagle", "eagle"),
-    Subject("lookup", "lookup", modes=(plan.STATIC,)),
+    Subject("lookup", "lookup"),
     Subject("eagle, static tree", "eagle", kind=STATIC_TREE, modes=(plan.STATIC,)),
     Subject("eagle3, dynamic tree", "eagle3", kind=DYNAMIC_TREE, modes=(plan.STATIC,)),
 )

@@ -209,7 +209,6 @@ def main(cfg: schema.Profile, workdir: pathlib.Path) -> dict[str, Any]:
     """
     target, params = serving.load_serving_target(cfg.target)
     exported = serving.load_drafter(cfg.drafter, target, num_draft=cfg.serve.num_draft)
-    runtime.needs_confidence(exported, cfg.drafter, "name another drafter")
     layout = exported.drafter.layout
     room = room_of(cfg.serve.max_context, layout.window, target.spec)
     if cfg.context + cfg.serve.max_new_tokens > room:

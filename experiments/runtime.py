@@ -62,24 +62,6 @@ def facts(target: Target, drafter: Exported | None) -> dict[str, str]:
     }
 
 
-def needs_confidence(drafter: Exported, folder: str, fix: str) -> None:
-    """Refuses a drafter whose drafts are looked up, before anything compiles.
-
-    Args:
-      drafter: from its folder.
-      folder: as the recipe names it.
-      fix: what to do instead.
-
-    Raises:
-      UserError: it has no confidence to plan with.
-    """
-    if drafter.drafter.name == "lookup":
-        raise UserError(
-            f"drafter={folder!r} looks its drafts up ('lookup'), with no confidence to "
-            f"plan with; {fix}"
-        )
-
-
 def read_cost(
     path: str,
     known: Mapping[str, str],
@@ -201,7 +183,6 @@ def load_planning(
     if cfg.mode == STATIC:
         window = serving.topology_of(cfg.serve).window(num_draft)
         return {"ladder": full_ladder(buckets, window)}
-    needs_confidence(drafter, cfg.drafter, "say --config.mode=static")
     ladder = even_ladder(buckets, num_draft + 1, cfg.row_buckets)
     for name in ("min_verify_len", "max_verify_len"):
         rows = getattr(cfg.plan, name)

@@ -49,11 +49,6 @@ class World:
     exported: Exported
     ladder: Ladder
 
-    def __post_init__(self):
-        runtime.needs_confidence(
-            self.exported, self.cfg.drafter, "name another drafter"
-        )
-
     @property
     def serve(self) -> schema.Serve:
         return dataclasses.replace(self.cfg.serve, slots=self.cfg.concurrency[-1])

@@ -62,7 +62,8 @@ class Proposal:
         verifier looks at no more (an all -inf row degrades to a plain step).
       confidence_logit_BM: None, or the log-odds of the drafter's estimate that
         row j is accepted given that the rows before it were, before any
-        calibration; it may read d_<j only.
+        calibration; it may read d_<j only (and drafts that were not drawn, which
+        are a function of the text).
       parents_BW: None for a chain. For a tree the parent row of each verify row
         (row 0 is the anchor, parent -1; row i + 1 is draft i); parents precede
         their children, and siblings stand in the order they are tried.

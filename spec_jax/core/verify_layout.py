@@ -226,12 +226,14 @@ def even_ladder(
     Args:
       slot_buckets: R of the programs, ascending.
       window: W.
-      row_buckets: T of each R: R and the i-th part of its R * M drafts, at most.
+      row_buckets: T of each R: R and the i-th part of its R * M drafts, at most;
+        i = 0 is the program that drafts and verifies anchors only, which is how a
+        planner that has stopped looks again.
     """
 
     def rows(size: int) -> tuple[int, ...]:
         drafts = size * (window - 1)
-        parts = range(1, row_buckets + 1)
+        parts = range(row_buckets + 1)
         return tuple(
             sorted({size + math.ceil(drafts * i / row_buckets) for i in parts})
         )

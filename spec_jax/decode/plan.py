@@ -121,7 +121,8 @@ def confidence_logit(proposal: Proposal):
     mask). Both know d_<j only.
 
     Raises:
-      UserError: a tree, or drafts that were chosen and not drawn from a law.
+      UserError: a tree, or drafts that were chosen and not drawn from a law,
+        without a confidence of their own.
     """
     if proposal.parents_BW is not None:
         raise UserError(
@@ -132,8 +133,8 @@ def confidence_logit(proposal: Proposal):
         return proposal.confidence_logit_BM.astype(jnp.float32)
     if proposal.law.is_certain:
         raise UserError(
-            "mode must be 'static' for this drafter: its drafts are looked up, with "
-            "no confidence to plan with"
+            "mode must be 'static' for this drafter: its drafts are not drawn from "
+            "a law, and it gives no confidence to plan with"
         )
     logits_BMU = proposal.law.logits_BTV.astype(jnp.float32)
     first_BM, top_BM = transform.argmax(logits_BMU)

@@ -9,9 +9,14 @@ import pytest
 
 from spec_jax.core import proposal as laws
 from spec_jax.core.errors import UserError
+from spec_jax.core.verify_layout import even_ladder
+from spec_jax.decode.engine import Engine
 from spec_jax.decode.forward import Weights
+from spec_jax.decode.options import EngineOptions
+from spec_jax.decode.plan import CAP_ACCEPT, COMPACT, PlanOptions
 from spec_jax.decode.request import Settings
-from spec_jax.drafters import base
+from spec_jax.decode.step import RoundOptions
+from spec_jax.drafters import base, lookup
 from spec_jax.drafters.frozen import frozen_from_params
 from tests.support import drafting, tiny
 
@@ -35,7 +40,11 @@ def find(text, ngram_max, ngram_min, num_draft):
 
 
 def load(**options):
-    return base.load("lookup", options, drafting.TINY)
+    return load_for(drafting.TINY, **options)
+
+
+def load_for(spec, **options):
+    return base.load("lookup", options, spec)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,47 @@ def test_it_finds_what_a_search_by_loops_finds(
         got = np.asarray(made.tokens_BM[b, : usable[b]]).tolist()
         assert got == want, (text, got, want)
     assert set(usable.tolist()) == {0, num_draft}, "both outcomes were seen"
+
+
+def odds_of(text, ngram_max, drafts):
+    """Each draft's log-odds by the occurrences of the longest known suffix."""
+    for size in range(min(ngram_max, len(text)), 0, -1):
+        suffix = text[len(text) - size :]
+        left = [e for e in range(size, len(text)) if text[e - size : e] == suffix]
+        if left:
+            break
+    latest, found = left[-1], []
+    for j, draft in enumerate(drafts):
+        known = [e for e in left if e == latest or e + j < len(text)]
+        left = [e for e in known if e == latest or text[e + j] == draft]
+        agree = len(left) - lookup.DISCOUNTS[size + j > 1]
+        found.append(np.log(agree / (len(known) + lookup.UNSEEN - agree)))
+    return found
+
+
+@pytest.mark.parametrize("alphabet", [2, 5])
+def test_confidence_is_how_often_the_occurrences_agree(alphabet):
+    size_m, ngram_max = 5, 3
+    rng = np.random.default_rng(alphabet)
+    length_B = rng.integers(0, SIZE_A, 160).astype(np.int32)
+    text_BA = rng.integers(0, alphabet, (160, SIZE_A)).astype(np.int32)
+    anchor_B = rng.integers(0, alphabet, 160).astype(np.int32)
+    programs = drafting.Programs(load(num_draft=size_m, ngram_max=ngram_max))
+    made, _ = programs.propose({}, None, text_BA[None], anchor_B, length_B)
+    for b, odds_M in enumerate(np.asarray(made.confidence_logit_BM)):
+        if not made.usable_B[b]:
+            assert (odds_M == -np.inf).all()
+            continue
+        text = [*text_BA[b, : length_B[b]].tolist(), int(anchor_B[b])]
+        drafts = made.tokens_BM[b].tolist()
+        np.testing.assert_allclose(
+            odds_M, odds_of(text, ngram_max, drafts), rtol=1e-5, atol=1e-6
+        )
+    # What lies behind the anchor is nobody's text.
+    at_A = np.arange(SIZE_A)
+    other_BA = np.where(at_A < length_B[:, None], text_BA, alphabet - 1 - text_BA)
+    again, _ = programs.propose({}, None, other_BA[None], anchor_B, length_B)
+    np.testing.assert_array_equal(again.confidence_logit_BM, made.confidence_logit_BM)
 
 
 def test_rows_that_do_not_count_are_never_found():
@@ -148,3 +198,28 @@ def test_the_engine_decodes_what_the_target_would_and_accepts_repeats():
     assert tiny.greedy_faults(world, made) == []
     # Weak layers over a bigram-like head fall into cycles, which lookup follows.
     assert sum(len(g.tokens) for g in made) > 1.3 * sum(g.rounds for g in made)
+
+
+@pytest.mark.parametrize("mode", [COMPACT, CAP_ACCEPT])
+def test_it_is_planned_and_verifies_what_was_found(mode):
+    """Nothing is spent on a request without an occurrence, nor on doubtful drafts."""
+    plain = tiny.world(None, seed=3)
+    drafter = load_for(plain.spec, num_draft=3)
+    weights = Weights(plain.params, {}, frozen_from_params(plain.params))
+    world = dataclasses.replace(plain, drafter=drafter, weights=weights)
+    options = EngineOptions(
+        slots=2,
+        max_context=128,
+        prefill_buckets=(16,),
+        round=RoundOptions(plan=PlanOptions(mode=mode, survival_eps=0.5)),
+        ladder=even_ladder((2,), 4, 3),
+    )
+    engine = Engine(world.spec, weights, options, drafter)
+    prompts = tiny.prompts_of(4, plain.spec.vocab_size, high=12)
+    made = engine.generate(prompts, [Settings(max_new_tokens=40)] * 4)
+    assert tiny.greedy_faults(world, made) == []
+    drafted = sum(sum(g.drafted) for g in made)
+    accepted = sum(sum(g.accepted) for g in made)
+    rounds = sum(g.rounds for g in made)
+    assert 0 < drafted < 3 * rounds
+    assert accepted > 0.5 * drafted

@@ -485,17 +485,6 @@ def test_files_without_marks_are_taken_where_the_recipe_says_so(world):
             runtime.load_planning(cfg, world.target, exported, [])
 
 
-@pytest.mark.parametrize("mode", ["compact", "cap_accept"])
-def test_drafts_that_are_looked_up_are_refused_before_anything_compiles(world, mode):
-    layout = types.SimpleNamespace(num_draft=3)
-    found = types.SimpleNamespace(
-        drafter=types.SimpleNamespace(name="lookup", layout=layout)
-    )
-    cfg = schema.ServeOffline(drafter="some/lookup", mode=mode)
-    with pytest.raises(UserError, match="'some/lookup' looks.*--config.mode=static"):
-        runtime.load_planning(cfg, world.target, found, [])
-
-
 def test_temperatures_of_another_regime_are_refused(world):
     exported = serving.load_drafter(world.drafter, world.target)
     path = world.folder / "regime.json"
