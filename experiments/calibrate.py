@@ -41,12 +41,15 @@ class Rounds:
 
     Attributes:
       dropped: proposals left out because a draft row was not finite.
+      empty: proposals left out because nothing was drafted (a lookup that found
+        nothing).
     """
 
     def __init__(self):
         self._logits: list[np.ndarray] = []
         self._accepted: list[np.ndarray] = []
         self.dropped = 0
+        self.empty = 0
 
     def add(self, result: RoundResult) -> None:
         """Books the slots of a round that verified drafts."""
@@ -55,6 +58,9 @@ class Rounds:
         logits_BM = np.asarray(result.confidence_logit_BM, np.float64)
         whole_B = np.asarray(result.verify_len_B) == logits_BM.shape[1] + 1
         drafted_B = np.asarray(result.ran_B) & whole_B & ~np.asarray(result.bad_B)
+        empty_B = np.isneginf(logits_BM).all(1)
+        self.empty += int((drafted_B & empty_B).sum())
+        drafted_B &= ~empty_B
         logits_BM = np.clip(logits_BM, -_CERTAIN, _CERTAIN)  # NaN stays
         usable_B = np.isfinite(logits_BM).all(1)
         self.dropped += int((drafted_B & ~usable_B).sum())
@@ -182,6 +188,7 @@ def main(cfg: schema.Calibrate, workdir: pathlib.Path) -> dict[str, Any]:
         "prompts": len(fitting),
         "prompts_left_out": len(ids) - len(fitting),
         "rounds_dropped": rounds.dropped,
+        "rounds_without_drafts": rounds.empty,
         "decode_seconds": seconds,
         "temperatures": list(found.temperatures),
         "ece_before": list(found.ece_before),

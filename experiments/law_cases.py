@@ -31,7 +31,7 @@ def run_case(cfg: schema.BenchLaw, world: World, mode: str, program, setting, se
         tokens_XK = first_tokens(result, cfg.tokens)
         cells_X = laws.cell_of(tokens_XK, size_v)
         counts_X += np.bincount(cells_X, minlength=len(counts_X))
-        seen += classes_of(world, result)
+        seen += classes_of(world, mode, result)
         budgets += collections.Counter(budget_JE.ravel().tolist())
         samples += count
     test = laws.chi_square(
@@ -69,12 +69,17 @@ def never_seen(cases: list[dict]) -> list[str]:
     return [f"{key}: {name}" for key, names in left.items() for name in sorted(names)]
 
 
-def classes_of(world: World, result: RoundResult) -> collections.Counter:
+def _is_short(world: World, mode: str) -> bool:
+    """Rounds may hold fewer drafts than they verify rows for; a plan has none such."""
+    return world.subject.drafter == "lookup" and mode == plan.STATIC
+
+
+def classes_of(world: World, mode: str, result: RoundResult) -> collections.Counter:
     """How rounds ended, counted."""
     r, window = result.num_accepted_B.ravel(), result.verify_len_B.ravel() - 1
     if world.topology.is_chain:
         size_m = world.drafter.layout.num_draft
-        if world.subject.drafter == "lookup":  # fewer drafts than asked for
+        if _is_short(world, mode):
             kind = np.where(r == size_m, 0, 1)
         else:
             kind = np.where(r == size_m, 0, np.where(r < window, 2, 3))
@@ -96,7 +101,7 @@ def wanted_classes(world: World, mode: str) -> set[str]:
     levels = world.topology.levels(size_m)
     if not world.topology.is_chain:
         return {f"accepted {r}" for r in range(levels + 1)}
-    if world.subject.drafter == "lookup":
+    if _is_short(world, mode):
         return {f"ended at {r}" for r in range(size_m)} | {f"bonus after {size_m}"}
     ways = ["rejected"] if mode == plan.STATIC else ["rejected", "cut"]
     return {f"{way} at {r}" for way in ways for r in range(size_m)} | {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -51,11 +53,24 @@ def prompt_sets(bench: schema.Bench) -> dict[str, str]:
     return named
 
 
+def drafter_mark(drafter: Exported) -> str:
+    """The hash of a drafter's weights, or of its options where it has none.
+
+    Not of `num_draft`, which may be served shorter and is compared by itself.
+    """
+    if jax.tree.leaves(drafter.params):
+        return drafter.weights_sha256
+    options = dataclasses.asdict(drafter.drafter.options)
+    options.pop("num_draft", None)
+    said = json.dumps([drafter.drafter.name, options], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 def facts(target: Target, drafter: Exported | None) -> dict[str, str]:
     """What a measured file must have been measured on."""
     return {
         "model": target.fingerprint,
-        "drafter": drafter.weights_sha256 if drafter is not None else "",
+        "drafter": drafter_mark(drafter) if drafter is not None else "",
         "device": jax.devices()[0].device_kind,
         "processor": machine.processor(),
         "dtype": jax.tree.leaves(target.params["params"]["embed"])[0].dtype.name,

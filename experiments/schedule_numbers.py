@@ -128,7 +128,7 @@ def summary(
         took = sum(row["measured_s"] for row in rows)
         plans[text] = sum(run.plan_s for run in runs[COMPACT, load]) / max(took, 1e-9)
         budgets = [row["K"] for row in rows]
-        drafting = [row["K"] for row in rows if row["draft"]]
+        drafting = [row["K"] for row in rows if row["K"]]
         counted[text] = {
             "rounds": len(rows),
             "mean": float(np.mean(budgets)) if budgets else None,

@@ -324,6 +324,7 @@ def round_metrics(rows: Sequence[Mapping[str, Any]], num_draft: int) -> dict[str
         "programs": programs,
         "shares": {
             "plain": share(lambda row: not row["draft"]),
+            "anchors_only": share(lambda row: row["draft"] and not row["K"]),
             "partial_budget": share(
                 lambda row: 0 < row["K"] < row["planned"] * num_draft
             ),

@@ -118,6 +118,11 @@ class Packing:
     row_T: jnp.ndarray  # [T]
     index_BW: jnp.ndarray  # [B, W]
 
+    @property
+    def count_B(self):
+        """Rows of each request."""
+        return (self.index_BW < self.request_T.shape[0]).sum(1)
+
 
 def pack(verify_len_B, window: int, rows: int) -> Packing:
     """Packs the first `verify_len` rows of every request, in request order.

@@ -26,6 +26,8 @@ MEAN_SHARE = 0.1
 # Verified drafts whose outcome `feedback` remembers, and how far it corrects.
 FEEDBACK_DRAFTS = 200.0
 FEEDBACK_RANGE = (0.25, 4.0)
+# Promises that count as kept before any was seen: a correction grows with the rest.
+_PRIOR = FEEDBACK_DRAFTS / 4
 OPTIMISTIC, MEAN = "optimistic", "mean"
 
 # Where the round `lag` before left no confidence, the newest one is planned with
@@ -52,7 +54,8 @@ class BudgetOptions:
         requests had on average, where drafting for everyone new costs more than it
         finds out (short answers, poor drafts).
       feedback: scale what survival promises by what earlier rounds kept of it:
-        accepted drafts over the survival of the verified ones. For confidence that
+        accepted drafts over the survival of the verified ones; rounds that verify
+        none slowly restore it. For confidence that
         temperatures alone do not calibrate (log-odds of max q are one).
       wait: wait for that round's confidence instead of giving up on a late one
         (tests and law runs).
@@ -187,7 +190,8 @@ def choose(
     stopped = plain(terms, requests)
     if may_stop and stopped.seconds is not None:
         stopped_rate = (planned + fixed) / stopped.seconds
-        if stopped_rate >= rate_K[best]:
+        # To draft and verify nothing is never faster, whatever a fit says.
+        if stopped_rate >= rate_K[best] or not budget_K[best]:
             return stopped
     budget, rows = int(budget_K[best]), int(rows_K[best])
     if terms.align_rows:
@@ -243,8 +247,7 @@ class Planner:
         self.counts = Counts()
         self._last: History | None = None
         self._mean_M: np.ndarray | None = None
-        # One whole batch of promises kept: a correction grows with what is seen.
-        self._promised = self._accepted = FEEDBACK_DRAFTS / 4
+        self._promised = self._accepted = _PRIOR
         self._idle = 0
         self._probe_from: int | None = None
 
@@ -330,10 +333,15 @@ class Planner:
         verified_RM = np.arange(self.terms.num_draft) < (verify_len_R - 1)[:, None]
         verified_RM = verified_RM & np.asarray(ran_R)[:, None]
         count = int(verified_RM.sum())
-        fade = 0.5 ** (count / FEEDBACK_DRAFTS)
         promised = float(np.asarray(survival_RM, np.float64)[verified_RM].sum())
+        accepted = float(accepted_R[ran_R].sum())
+        if not count:
+            # Nothing was learnt: what is not tried is believed again in time.
+            count = int(np.sum(ran_R)) * self.terms.num_draft
+            promised = accepted = (1 - 0.5 ** (count / FEEDBACK_DRAFTS)) * _PRIOR
+        fade = 0.5 ** (count / FEEDBACK_DRAFTS)
         self._promised = fade * self._promised + promised
-        self._accepted = fade * self._accepted + float(accepted_R[ran_R].sum())
+        self._accepted = fade * self._accepted + accepted
 
     def _average(self, history: History) -> None:
         """What a newcomer counts, where it counts the mean."""

@@ -6,11 +6,11 @@ current survival, the running product of calibrated confidence. `cap_accept` run
 the full window and commits inside the plan only, which tells what a plan loses;
 `compact` runs the planned rows alone.
 
-The plan never reads a draft token it could cut: confidence at j may depend on
-d_<j only, survival does not rise along a request, and ties go to the earlier
-position. A plan that looks at its own token, or breaks ties the other way, is
-biased (article 5.5; planted in the law tests). K comes from the host, which knows
-earlier rounds only.
+The plan never reads a drawn token it could cut: confidence at j may depend on
+d_<j only (drafts that are looked up are drawn by nobody: they are text), survival
+does not rise along a request, and ties go to the earlier position. A plan that looks
+at its own token, or breaks ties the other way, is biased (article 5.5; planted in the
+law tests). K comes from the host, which knows earlier rounds only.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def confidence_logit(proposal: Proposal):
 
     The drafter's own estimate, or else the log-odds of max q, where q is the
     untempered softmax of the law's logits (after correction, before any greedy
-    mask). Both know d_<j only.
+    mask). Of what was drawn, both know d_<j only.
 
     Raises:
       UserError: a tree, or drafts that were chosen and not drawn from a law,

@@ -5,7 +5,7 @@ finds the longest n-gram that ends the text (history and anchor) and occurs
 earlier, takes its latest occurrence, and proposes what followed it there. Where
 that runs into the anchor, it goes on as if the text repeated itself: with the
 token after the occurrence again. All on the device, with static shapes; the cost
-is a few comparisons of the allocation.
+is a few comparisons of the allocation, and of a planned round some more per draft.
 
 Its confidence is how often the occurrences agree: of the n places where this was
 said, k went on like the draft. Absolute discounting (Ney, Essen and Kneser 1994)
@@ -32,7 +32,8 @@ from spec_jax.target.spec import TargetSpec
 
 # What an agreement of one token is worth less, after a suffix of one token and
 # after a longer one, and the places that are counted beside those that were seen:
-# least cross-entropy on greedy answers of SmolLM2 to GSM8K and short instructions.
+# least cross-entropy (0.59 nats a draft, 0.69 without) over 500 greedy answers of
+# SmolLM2 to GSM8K training questions and synthesised instructions.
 # Temperatures (`evals.sts`) correct them for other texts.
 DISCOUNTS = (0.6, 0.25)
 UNSEEN = 0.25

@@ -37,6 +37,15 @@ def _accumulate(state, scores, values, visible):
     return new_top, total, out
 
 
+def _nothing_seen(size_b: int, size_g: int, size_x: int, size_c: int):
+    """Online-softmax state of rows that have seen nothing."""
+    return (
+        jnp.full((size_b, size_g, size_x), _LOW, jnp.float32),
+        jnp.zeros((size_b, size_g, size_x), jnp.float32),
+        jnp.zeros((size_b, size_g, size_x, size_c), jnp.float32),
+    )
+
+
 def _scores(q_BGXC, k_BGKC):
     """[B, G, X, keys] float32, whatever the dtype of queries and keys."""
     return jnp.einsum(
@@ -92,11 +101,7 @@ def _attend_history(
     cache_k_NBGAC, cache_v_NBGAC = caches
     alloc = cache_k_NBGAC.shape[3]
     step = min(KV_BLOCK, alloc)
-    state = (
-        jnp.full((size_b, size_g, size_x), _LOW, jnp.float32),
-        jnp.zeros((size_b, size_g, size_x), jnp.float32),
-        jnp.zeros((size_b, size_g, size_x, size_c), jnp.float32),
-    )
+    state = _nothing_seen(size_b, size_g, size_x, size_c)
 
     def history_block(index, state):
         start = jnp.minimum(index * step, alloc - step)
@@ -128,6 +133,16 @@ def _attend_history(
     return jax.lax.fori_loop(0, num_blocks, history_block, state)
 
 
+def _first_row(over_history, q_BGXC, history_B, query_pos_BT, slot, *, size_t: int):
+    """`over_history` of row 0 alone; the rows behind it have seen nothing."""
+    size_b, size_g, size_x, size_c = q_BGXC.shape
+    size_p = size_x // size_t
+    first_pos_BT = None if query_pos_BT is None else query_pos_BT[:, :1]
+    seen = over_history(q_BGXC[:, :, :size_p], history_B, first_pos_BT, slot, size_t=1)
+    others = _nothing_seen(size_b, size_g, size_x - size_p, size_c)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), seen, others)
+
+
 def attend(
     q_BTGPC,
     block_k_BKGC,
@@ -140,6 +155,7 @@ def attend(
     *,
     query_pos_BT=None,
     window: int | None = None,
+    count_B=None,
 ):
     """Attends rows over `history_B` cached rows and over each other.
 
@@ -153,6 +169,8 @@ def attend(
       history_B: [B] cached rows each request may see (positions 0..len-1).
       query_pos_BT: absolute positions, needed only with a window.
       window: sliding window, or None; needs K = T.
+      count_B: rows of each request that count, or None for all. The others may
+        give anything finite: a slot with one row that is read by itself costs one.
 
     Returns:
       [B, T, G, P, C].
@@ -169,19 +187,24 @@ def attend(
         caches=(cache_k_NBGAC, cache_v_NBGAC),
         layer=layer,
         window=window,
-        size_t=size_t,
     )
+    all_rows = functools.partial(over_history, size_t=size_t)
 
     def over_slot(slot_and_rows):
-        slot, rows = slot_and_rows
-        state = over_history(*jax.tree.map(lambda x: x[None], rows), slot)
+        slot, rows, count = slot_and_rows
+        rows = (*jax.tree.map(lambda x: x[None], rows), slot)
+        if count is None or size_t == 1:
+            state = all_rows(*rows)
+        else:
+            one_row = functools.partial(_first_row, over_history, size_t=size_t)
+            state = jax.lax.cond(count <= 1, one_row, all_rows, *rows)
         return jax.tree.map(lambda x: x[0], state)
 
     per_request = (q_BGXC, history_B, query_pos_BT)
     if is_slotwise(size_b, cache_k_NBGAC):
-        state = jax.lax.map(over_slot, (jnp.arange(size_b), per_request))
+        state = jax.lax.map(over_slot, (jnp.arange(size_b), per_request, count_B))
     else:
-        state = over_history(*per_request)
+        state = all_rows(*per_request)
 
     k_BGKC = jnp.swapaxes(block_k_BKGC, 1, 2)
     v_BGKC = jnp.swapaxes(block_v_BKGC, 1, 2)

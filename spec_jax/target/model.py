@@ -213,12 +213,19 @@ def _attend(q, k, v, visible_BTT, cache, index, history_B, packing):
     """
     is_sound = (jnp.isfinite(k) & jnp.isfinite(v)).all((-1, -2), keepdims=True)
     k, v = jnp.where(is_sound, k, jnp.nan), jnp.where(is_sound, v, 0)
-    rows = [q, k, v]
+    rows, count_B = [q, k, v], None
     if packing is not None:
         # Rows outside the plan are zeros that no row may see.
         rows = [verify_layout.unpacked(packing, x[0]) for x in rows]
+        count_B = packing.count_B
     mixed = attention.attend(
-        *rows, visible_BTT, cache.k_NBGAC, cache.v_NBGAC, index, history_B
+        *rows,
+        visible_BTT,
+        cache.k_NBGAC,
+        cache.v_NBGAC,
+        index,
+        history_B,
+        count_B=count_B,
     )
     if packing is None:
         return mixed

@@ -90,6 +90,44 @@ def test_attend_equals_dense_attention(
         np.testing.assert_allclose(got[b], want, atol=2e-5)
 
 
+@pytest.mark.parametrize("slotwise_bytes", [0, 1 << 30])
+def test_rows_that_do_not_count_change_none_that_do(monkeypatch, slotwise_bytes):
+    """A slot with one row, read by itself, costs one and gives the same."""
+    monkeypatch.setattr(attention, "KV_BLOCK", 8)
+    monkeypatch.setattr(attention, "SLOTWISE_BYTES", slotwise_bytes)
+    rng = np.random.default_rng(0)
+    size_b, size_t = 4, 3
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(size_b, size_t, *shape)), jnp.float32)
+        for shape in ((G, P, C), (G, C), (G, C))
+    )
+    cache = jnp.asarray(rng.normal(size=(2, LAYERS, size_b, G, 21, C)), jnp.float32)
+    history_B = jnp.asarray([20, 0, 9, 17])
+    visible = jnp.tril(jnp.ones((1, size_t, size_t), bool))
+    where = (visible, cache[0], cache[1], 1, history_B)
+    positions = history_B[:, None] + jnp.arange(size_t)
+    for window in (None, 5):
+        call = jax.jit(
+            lambda count_B, window=window: attention.attend(
+                q,
+                k,
+                v,
+                *where,
+                query_pos_BT=positions,
+                window=window,
+                count_B=count_B,
+            )
+        )
+        everything = call(None)
+        for count_B in ([1, 1, 2, 3], [0, 3, 1, 1]):
+            got = call(jnp.asarray(count_B))
+            assert jnp.isfinite(got).all()
+            for b, count in enumerate(count_B):
+                np.testing.assert_allclose(
+                    got[b, :count], everything[b, :count], atol=2e-6
+                )
+
+
 def test_write_rows_drops_what_lies_past_the_allocation():
     cache = jnp.zeros((LAYERS, 3, G, 6, C))
     rng = np.random.default_rng(0)

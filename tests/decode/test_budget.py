@@ -222,6 +222,17 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
         BudgetOptions(newcomers="eager")
 
 
+def test_a_fit_that_draws_anchors_for_less_than_plain_is_not_believed():
+    """T = R drafts and verifies nothing: never faster than the plain program."""
+    cheap = CostTable(LINEAR.cost, (1, 4), (9.0, 9.0))
+    terms = Terms(LADDER, M, PLAN, cheap)
+    hopeless = [np.full(M, 1e-3)] * 2
+    assert not choose(terms, 2, hopeless).draft
+    looked = choose(terms, 2, hopeless, may_stop=False)
+    assert looked.draft and (looked.budget, looked.rows) == (0, 2)
+    assert choose(terms, 2, [np.full(M, 0.9)] * 2).budget > 0
+
+
 def test_feedback_scales_what_survival_promises():
     """Confident drafts that fail cost their budget; without feedback they do not."""
     live, sure = {0: 1, 1: 2}, np.full((2, M), 0.7)
@@ -235,6 +246,15 @@ def test_feedback_scales_what_survival_promises():
             planner.observe(sure, lengths, np.zeros(2, np.int32), ran)
     assert budgets == {False: 2 * M, True: 0}
     assert planner.kept == 0.25
+    # Rounds that verify nothing teach nothing: in time drafts are tried again.
+    for n in range(60, 300):
+        choice = planner.decide(n, live, {})
+        planner.dispatched(n, live, sure)
+        if choice.budget:
+            break
+        planner.observe(sure, np.ones(2, np.int64), np.zeros(2, np.int32), ran)
+    assert choice.budget > 0
+    assert 70 < n < 200
     # Rows that were not verified, and requests that did not run, promise nothing.
     planner = planner_of(feedback=True)
     for _ in range(2000):

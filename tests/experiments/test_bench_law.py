@@ -182,7 +182,7 @@ def test_every_bias_names_a_case_that_is_run():
 
 @pytest.mark.slow
 def test_the_report(tmp_path):
-    cfg = config(drafters=("lookup",), settings=1, planted=False)
+    cfg = config(drafters=("lookup",), modes=("static",), settings=1, planted=False)
     found = bench_law.main(cfg, tmp_path)
     (case,) = found["cases"]
     assert case["drafter"] == "lookup" and case["mode"] == plan.STATIC

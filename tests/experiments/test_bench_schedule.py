@@ -205,6 +205,14 @@ def test_numbers_and_verdict_of_known_runs():
         "distinct_drafting": 2,
     }
     assert found["only_plain_at"] == []
+    # A round that drafts and verifies anchors only has looked, and spent nothing.
+    runs = runs_of(RATES)
+    for each in runs["compact", 4]:
+        each.rows[:] = [row(K=0, T=2, verify_lens=[1, 1], emitted=(1, 1))]
+    looked = numbers.summary(cfg, runs, (0, 1, 3), 3)
+    assert looked["only_plain_at"] == ["1", "4", "16"], "runs share their rows here"
+    assert looked["shares"]["4"]["anchors_only"] == 1.0
+    assert looked["shares"]["4"]["plain"] == 0.0
     predicted = found["predicted_over_measured"]["4"]
     assert predicted["p50"] == predicted["draft"]["p50"] == 0.9
     assert predicted["plain"] is None
@@ -371,7 +379,7 @@ def test_one_small_run(world):
         *(found["modes"][m]["2"]["tokens_per_s"] for m in ("plain", "static")),
     )
     assert found["best_fixed"]["2"]["tokens_per_s"] == best
-    assert found["ladder"] == {"2": [5, 8]}
+    assert found["ladder"] == {"2": [2, 5, 8]}
     assert found["greedy_identical"] is True and found["compared_texts"] == 5
     assert found["compiles_after_warmup"] == 0
     assert found["workload"]["fitting_prompts"] == 4

@@ -36,7 +36,8 @@ from spec_jax.decode.options import EngineOptions
 from spec_jax.decode.plan import PlanOptions
 from spec_jax.decode.request import Generation, Settings
 from spec_jax.decode.step import RoundOptions
-from tests.support import served
+from spec_jax.drafters import base
+from tests.support import served, tiny
 
 slot_buckets = runtime.slot_buckets
 SIZES = [
@@ -279,7 +280,7 @@ def test_serving_a_workload_with_a_budget(fitted):
     assert metrics["finished"] == {"length": 5, "refused": 4, "stop": 1}
     assert metrics["auto_off"]["context"] > 0
     assert metrics["compiles_after_warmup"] == 0
-    assert metrics["ladder"] == {"2": [5, 8]}
+    assert metrics["ladder"] == {"2": [2, 5, 8]}
     assert metrics["rounds"] == len(rounds)
     assert all(r["predicted_s"] > 0 for r in rounds)
     assert metrics["predicted_over_measured"]["p50"] > 0
@@ -695,6 +696,24 @@ def test_only_whole_live_proposals_are_samples():
     ]
     assert mask.tolist() == [[1, 1, 0]] + [[0, 0, 0]] * 5
     assert rounds.dropped == 1
+    # Lookups that found nothing are no samples, nor are they faults.
+    none = np.array([[-np.inf] * 3, [-np.inf, 0.0, 0.0]])
+    rounds.add(result(confidence_logit_BM=none))
+    assert len(rounds.arrays(3)[0]) == 7
+    assert (rounds.empty, rounds.dropped) == (1, 1)
+
+
+def test_drafters_without_weights_are_told_apart_by_their_options():
+    def mark(sha="same", params=None, **options):
+        drafter = base.load("lookup", options, tiny.spec_of(32))
+        made = types.SimpleNamespace(
+            drafter=drafter, params=params or {}, weights_sha256=sha
+        )
+        return runtime.drafter_mark(made)
+
+    assert mark() == mark("other") == mark(num_draft=3)
+    assert len({mark(), mark(ngram_max=4), mark(ngram_min=2)}) == 3
+    assert mark("sha", {"params": {"w": np.zeros(1)}}) == "sha"
 
 
 class Doubled:
@@ -805,6 +824,7 @@ def test_the_log_pairs_plans_and_results(monkeypatch):
     assert shares["programs"] == {"2": {"5": 1, "plain": 1}}
     assert shares["shares"] == {
         "plain": 0.5,
+        "anchors_only": 0.0,
         "partial_budget": 0.0,  # 3 of 1 x 3
         "not_ready": 0.5,
         "stale_slots": 1.0,  # 1 of 1 whose history was looked up

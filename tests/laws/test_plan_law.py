@@ -1,4 +1,4 @@
-"""A plan does not bias: it never reads the draft it could cut.
+"""A plan does not bias: it never reads a drawn draft that it could cut.
 
 By enumeration of every draft of V = 3, M = 3 beside a neighbour whose survival
 competes for the budget: whether draft j is verified is a function of the drafts

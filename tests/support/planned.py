@@ -11,7 +11,7 @@ from spec_jax.decode.step import RoundOptions
 from tests.support import tiny
 
 M = 3
-LADDER = Ladder(((2, (5, 8)), (4, (8, 12, 16))))
+LADDER = Ladder(((2, (2, 5, 8)), (4, (4, 8, 12, 16))))
 
 
 @functools.cache

@@ -292,7 +292,7 @@ class BenchSoak(Common):
       join: chance that a waiting request is submitted, before each tick.
       abort, retract: chance of each tick that one request is.
       reference_share: share of the greedy requests that are also decoded plainly.
-      row_buckets: T of each R, at most.
+      row_buckets: T of each R, at most, beside T = R.
       max_growth_mb: resident memory that may be gained after the first fifth.
       serve: `slots`, `max_context` and `max_new_tokens` of both engines.
     """
@@ -327,7 +327,8 @@ class BenchSchedule(Common):
         number of slots, and all of them are the R of the programs.
       requests: served at each load, more than are in flight.
       windows: fixed windows that are swept; () is 0 to M.
-      row_buckets: row buckets T of each R; 0 is one for each fixed window.
+      row_buckets: row buckets T of each R, beside T = R; 0 is one for each fixed
+        window.
       cost: a cost table of these very programs; "" measures one first.
       sts: temperatures of this regime; "" fits them first.
       allow_unmarked: accept files that do not say what they were measured on.

@@ -70,7 +70,7 @@ class Profile(Common):
     Attributes:
       drafter: an exported drafter folder.
       form: of `cost.json`: "additive" or "flat"; the other one lies beside it.
-      row_buckets: row buckets T of each R.
+      row_buckets: row buckets T of each R, beside T = R.
       warmup: rounds of each shape that are thrown away.
       repeats: timed rounds of each shape; medians count.
       context: tokens of every request before the first timed round.
@@ -115,8 +115,8 @@ class ServeOffline(Common):
         confidence as the drafter gives it.
       allow_unmarked: accept a table or temperatures that do not say what they were
         measured on (other programs').
-      row_buckets: row buckets T of each R, in the modes that have a budget; as in
-        the cost table.
+      row_buckets: row buckets T of each R, beside T = R, in the modes that have a
+        budget; as in the cost table.
       plan: how a budget is made and shared, in the modes that have one.
       auto_off: when speculation switches itself off for a request.
       serve: what requests do not say themselves.
