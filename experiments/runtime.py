@@ -256,6 +256,7 @@ def planning(
         "budget": BudgetOptions(
             align_rows=plan.align_rows,
             probe_every=plan.probe_every,
+            probe_share=plan.probe_share,
             lag=plan.lag,
             extra_lag=plan.extra_lag,
             newcomers=plan.newcomers,

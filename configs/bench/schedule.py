@@ -51,6 +51,8 @@ def get_config(arg=""):
     config.drafter = common.newest_export(f"smollm2-{arg or 'dspark'}")
     config.plan.newcomers = "mean"
     config.plan.feedback = True
+    config.plan.probe_every = 1
+    config.plan.probe_share = 0.03
     config.serve.max_context = 512
     config.serve.prefill_buckets = (32, 128)
     with config.unlocked():

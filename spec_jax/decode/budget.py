@@ -11,6 +11,7 @@ verified is decided on the device, from the current round (`decode.plan`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -43,7 +44,11 @@ class BudgetOptions:
       align_rows: raise K until the chosen program's rows are full: they are run
         as padding otherwise.
       may_stop: not drafting at all is a choice (where its time is known).
-      probe_every: rounds without drafts after which drafting is tried again.
+      probe_every: rounds without drafts after which drafting is tried again, at
+        the earliest.
+      probe_share: most of the plain time that trying again may cost, by the table:
+        dear looks come seldom, nearly free ones (lookup) often. 0: `probe_every`
+        alone decides.
       lag: rounds between confidence and the budget made from it. An engine has read
         the round two before when it plans one, so that from 2 on nothing is late;
         at 1 the round before is still running, and each round whose confidence has
@@ -53,10 +58,11 @@ class BudgetOptions:
         everywhere, which makes room to explore (article 8.1), or "mean", what known
         requests had on average, where drafting for everyone new costs more than it
         finds out (short answers, poor drafts).
-      feedback: scale what survival promises by what earlier rounds kept of it:
-        accepted drafts over the survival of the verified ones; rounds that verify
-        none slowly restore it. For confidence that
-        temperatures alone do not calibrate (log-odds of max q are one).
+      feedback: scale what histories promise by what earlier rounds kept of it:
+        accepted drafts over what their budgets were chosen for; rounds that verify
+        none slowly restore it. For confidence that temperatures alone do not
+        calibrate (log-odds of max q are one), and for texts in which it does not
+        last the lag (what is being copied is at its end).
       wait: wait for that round's confidence instead of giving up on a late one
         (tests and law runs).
     """
@@ -64,6 +70,7 @@ class BudgetOptions:
     align_rows: bool = False
     may_stop: bool = True
     probe_every: int = 64
+    probe_share: float = 0.0
     lag: int = 2
     extra_lag: int = 0
     newcomers: str = OPTIMISTIC
@@ -74,6 +81,11 @@ class BudgetOptions:
         if self.newcomers not in (OPTIMISTIC, MEAN):
             raise UserError(
                 f"plan.newcomers={self.newcomers!r} must be {OPTIMISTIC!r} or {MEAN!r}"
+            )
+        if not 0 <= self.probe_share <= 1:
+            raise UserError(
+                f"plan.probe_share={self.probe_share} must lie in [0, 1]; 0 leaves it "
+                "to plan.probe_every"
             )
         for name, least in (("probe_every", 1), ("lag", 1), ("extra_lag", 0)):
             if getattr(self, name) < least:
@@ -92,6 +104,9 @@ class Choice:
       requests: R of the program.
       rows: T of the program.
       seconds: predicted time of the round; None without a table.
+      promised: accepted drafts that the history gave this budget for, before any
+        correction; None where no history did.
+      planned: slots that the budget is for.
     """
 
     draft: bool
@@ -99,6 +114,8 @@ class Choice:
     requests: int
     rows: int
     seconds: float | None = None
+    promised: float | None = dataclasses.field(default=None, compare=False)
+    planned: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +213,10 @@ def choose(
     budget, rows = int(budget_K[best]), int(rows_K[best])
     if terms.align_rows:
         budget = min(rows - planned - fixed_rows, planned * (most - 1))
-    return _program(terms, requests, budget, rows)
+    counted = min(budget - planned * (least - 1), len(values))
+    return dataclasses.replace(
+        _program(terms, requests, budget, rows), promised=paid + gained_K[counted]
+    )
 
 
 @dataclasses.dataclass
@@ -248,7 +268,7 @@ class Planner:
         self._last: History | None = None
         self._mean_M: np.ndarray | None = None
         self._promised = self._accepted = _PRIOR
-        self._idle = 0
+        self._idle, self._pause = 0, options.probe_every
         self._probe_from: int | None = None
 
     def decide(
@@ -303,14 +323,27 @@ class Planner:
         )
         if choice.draft:
             self._idle = 0
-            return choice
+            return dataclasses.replace(choice, planned=tuple(planned))
         self._idle += 1
         self.counts.stopped += 1
-        if self._idle >= self.options.probe_every:
+        self._pause = self._rounds_between(requests, len(live), fixed_rows)
+        if self._idle >= self._pause:
             # Drafts run from the next round until their confidence is back.
             self._idle, self._probe_from = 0, round_index + 1
             self.counts.probes += 1
         return choice
+
+    def _rounds_between(self, requests: int, live: int, fixed_rows: int) -> int:
+        """Rounds without drafts after which drafting is tried again."""
+        least, share = self.options.probe_every, self.options.probe_share
+        stopped = plain(self.terms, requests).seconds
+        if not share or stopped is None:
+            return least
+        count = live * self.terms.plan.bounds(self.terms.num_draft + 1)[0]
+        looked = _program(self.terms, requests, 0, max(count, fixed_rows)).seconds
+        assert looked is not None
+        lost = (self.relay.lag + 1) * max(looked - stopped, 0.0)
+        return max(least, math.ceil(lost / (share * stopped)))
 
     @property
     def kept(self) -> float:
@@ -319,25 +352,23 @@ class Planner:
             return 1.0
         return float(np.clip(self._accepted / self._promised, *FEEDBACK_RANGE))
 
-    def observe(self, survival_RM, verify_len_R, accepted_R, ran_R) -> None:
+    def observe(self, choice: Choice, accepted_R, ran_R) -> None:
         """Notes what came of a round that drafted, as the host reads it.
 
         Args:
-          survival_RM: of its drafts.
-          verify_len_R: rows verified, anchors included.
+          choice: what was chosen for it.
           accepted_R: r of each request.
           ran_R: requests that took part.
         """
-        if not self.options.feedback:
+        if not self.options.feedback or choice.promised is None:
             return
-        verified_RM = np.arange(self.terms.num_draft) < (verify_len_R - 1)[:, None]
-        verified_RM = verified_RM & np.asarray(ran_R)[:, None]
-        count = int(verified_RM.sum())
-        promised = float(np.asarray(survival_RM, np.float64)[verified_RM].sum())
-        accepted = float(accepted_R[ran_R].sum())
+        planned = list(choice.planned)
+        promised = float(choice.promised)
+        accepted = float(np.where(ran_R, accepted_R, 0)[planned].sum())
+        count = choice.budget
         if not count:
             # Nothing was learnt: what is not tried is believed again in time.
-            count = int(np.sum(ran_R)) * self.terms.num_draft
+            count = len(planned) * self.terms.num_draft
             promised = accepted = (1 - 0.5 ** (count / FEEDBACK_DRAFTS)) * _PRIOR
         fade = 0.5 ** (count / FEEDBACK_DRAFTS)
         self._promised = fade * self._promised + promised
@@ -357,7 +388,7 @@ class Planner:
         """Counts a history that is older than the lag, or forgets it."""
         oldest = OLDEST_LAGS * self.relay.lag
         if self._idle or self._probe_from is not None:
-            oldest += self.options.probe_every
+            oldest += self._pause
         if rounds <= oldest:
             self.counts.aged += 1
         else:

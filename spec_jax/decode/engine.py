@@ -267,13 +267,7 @@ class Engine:
         now = time.perf_counter()
         record.seconds = now - max(record.started, self._settled_at)
         record.verify_lens = result.verify_len_B[result.ran_B].tolist()
-        if record.choice.draft and result.survival_BM is not None:
-            self.planner.observe(
-                result.survival_BM,
-                result.verify_len_B,
-                result.num_accepted_B,
-                result.ran_B,
-            )
+        self.planner.observe(record.choice, result.num_accepted_B, result.ran_B)
         self._settled_at = now
         self.trace.append(record)
 

@@ -222,6 +222,28 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
         BudgetOptions(newcomers="eager")
 
 
+@pytest.mark.parametrize(
+    ("share", "least", "rounds"),
+    [(0.0, 5, 5), (0.5, 1, 2), (0.1, 1, 10), (0.1, 12, 12)],
+)
+def test_looking_again_costs_a_share_of_the_plain_time(share, least, rounds):
+    """Three rounds of T = R, each a third longer than the plain one."""
+    cost = AdditiveCost(0.8, (2, 4), (0.0, 0.1), (2, 16), (0.0, 1.4))
+    table = CostTable(cost, (2, 4), (0.6, 0.7))
+    planner = planner_of(table, probe_every=least, probe_share=share)
+    live, none = {0: 1, 1: 2}, np.full((2, M), 1e-9)
+    drafts = []
+    for n in range(60):
+        choice = planner.decide(n, live, {})
+        planner.dispatched(n, live, none if choice.draft else None)
+        drafts.append(choice.draft)
+    trace = "".join(".#"[draft] for draft in drafts)
+    stops = [len(stop) for stop in trace.split("#") if stop]
+    assert set(stops[:-1]) == {rounds}
+    with pytest.raises(UserError, match=r"plan\.probe_share=2"):
+        BudgetOptions(probe_share=2)
+
+
 def test_a_fit_that_draws_anchors_for_less_than_plain_is_not_believed():
     """T = R drafts and verifies nothing: never faster than the plain program."""
     cheap = CostTable(LINEAR.cost, (1, 4), (9.0, 9.0))
@@ -236,31 +258,40 @@ def test_a_fit_that_draws_anchors_for_less_than_plain_is_not_believed():
 def test_feedback_scales_what_survival_promises():
     """Confident drafts that fail cost their budget; without feedback they do not."""
     live, sure = {0: 1, 1: 2}, np.full((2, M), 0.7)
-    lengths, ran = np.full(2, M + 1), np.ones(2, bool)
+    none, ran = np.zeros(2, np.int32), np.ones(2, bool)
     budgets = {}
     for feedback in (False, True):
         planner = planner_of(may_stop=False, feedback=feedback)
         for n in range(60):
-            budgets[feedback] = planner.decide(n, live, {}).budget
+            choice = planner.decide(n, live, {})
+            budgets[feedback] = choice.budget
             planner.dispatched(n, live, sure)
-            planner.observe(sure, lengths, np.zeros(2, np.int32), ran)
+            if n < 2:  # without a history nothing is promised, and nothing broken
+                assert choice.promised is None
+            elif not feedback:
+                assert choice.promised == pytest.approx(2 * M * 0.7)
+                assert choice.planned == (0, 1)
+            planner.observe(choice, none, ran)
     assert budgets == {False: 2 * M, True: 0}
-    assert planner.kept == 0.25
+    assert 0.25 <= planner.kept < 0.6
     # Rounds that verify nothing teach nothing: in time drafts are tried again.
     for n in range(60, 300):
         choice = planner.decide(n, live, {})
         planner.dispatched(n, live, sure)
         if choice.budget:
             break
-        planner.observe(sure, np.ones(2, np.int64), np.zeros(2, np.int32), ran)
+        planner.observe(choice, none, ran)
     assert choice.budget > 0
-    assert 70 < n < 200
-    # Rows that were not verified, and requests that did not run, promise nothing.
+    assert n < 200
+    # A request that did not run kept nothing; one with a window of its own, and a
+    # round without drafts, promised nothing.
     planner = planner_of(feedback=True)
+    tried = Choice(True, 4, 4, 8, promised=3.0, planned=(0, 2))
     for _ in range(2000):
-        accepted = np.asarray([1, 2])
-        planner.observe(sure, np.asarray([2, M + 1]), accepted, np.asarray([1, 0]) > 0)
-    np.testing.assert_allclose(planner.kept, 1 / 0.7, rtol=0.02)
+        accepted, took_part = np.asarray([1, 2, 2, 9]), np.asarray([1, 1, 0, 1]) > 0
+        planner.observe(tried, accepted, took_part)
+        planner.observe(Choice(False, 0, 4, 4), accepted, took_part)
+    np.testing.assert_allclose(planner.kept, 1 / 3, rtol=0.02)
     # With what `kept` is, the choice is that of survival so scaled.
     terms, history = planner.terms, [np.full(M, 0.8), np.full(M, 0.4)]
     scaled = choose(terms, 2, [0.5 * h for h in history])

@@ -610,6 +610,7 @@ PLAN = {
     "lag": 1,
     "extra_lag": 2,
     "probe_every": 5,
+    "probe_share": 0.25,
     "newcomers": "mean",
     "feedback": True,
 }

@@ -193,10 +193,10 @@ def aligned(drafted):
 def by_feedback(drafted):
     """The same survival, after promises that were kept and that were not."""
     planner = budget.Planner(lagged_terms(), budget.BudgetOptions(feedback=True))
-    full, ran = np.array([rounds.M + 1]), np.array([True])
+    tried = budget.Choice(True, rounds.M, 1, 3, promised=GOOD.sum(), planned=(0,))
     for _ in range(300):
         accepted = np.array([rounds.M if drafted else 0])
-        planner.observe(GOOD[None], full, accepted, ran)
+        planner.observe(tried, accepted, np.array([True]))
     planner.dispatched(0, LIVE, GOOD[None])
     return planner.decide(2, LIVE, {})
 

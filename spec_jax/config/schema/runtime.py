@@ -26,6 +26,7 @@ _TIMED = (
     "lag",
     "extra_lag",
     "probe_every",
+    "probe_share",
     "newcomers",
     "feedback",
 )

@@ -126,7 +126,10 @@ class Plan:
       align_rows: raise the budget until the chosen program's rows are full.
       lag: rounds between a confidence and the budget made from it.
       extra_lag: more of them.
-      probe_every: rounds without drafts after which drafting is tried again.
+      probe_every: rounds without drafts after which drafting is tried again, at
+        the earliest.
+      probe_share: most of the plain time that trying again may cost; 0 leaves it to
+        `probe_every`.
       newcomers: what a request without a history counts: "optimistic", survival 1,
         or "mean", what the others had on average.
       feedback: scale promised acceptance by what earlier rounds kept of it.
@@ -139,6 +142,7 @@ class Plan:
     lag: int = 2
     extra_lag: int = 0
     probe_every: int = 64
+    probe_share: float = 0.0
     newcomers: str = "optimistic"
     feedback: bool = False
 
@@ -152,6 +156,7 @@ class Plan:
         )
         at_least(1, "plan", self, "min_verify_len", "lag", "probe_every")
         at_least(0, "plan", self, "max_verify_len", "extra_lag")
+        share("plan", self, "probe_share")
         check(
             not self.max_verify_len or self.max_verify_len >= self.min_verify_len,
             "plan.max_verify_len",
