@@ -342,7 +342,7 @@ class Planner:
         count = live * self.terms.plan.bounds(self.terms.num_draft + 1)[0]
         looked = _program(self.terms, requests, 0, max(count, fixed_rows)).seconds
         assert looked is not None
-        lost = (self.relay.lag + 1) * max(looked - stopped, 0.0)
+        lost = self.relay.lag * max(looked - stopped, 0.0)
         return max(least, math.ceil(lost / (share * stopped)))
 
     @property

@@ -224,10 +224,10 @@ def test_a_newcomer_counts_the_mean_where_that_is_asked_for():
 
 @pytest.mark.parametrize(
     ("share", "least", "rounds"),
-    [(0.0, 5, 5), (0.5, 1, 2), (0.1, 1, 10), (0.1, 12, 12)],
+    [(0.0, 5, 5), (0.45, 1, 2), (0.06, 1, 12), (0.06, 15, 15)],
 )
 def test_looking_again_costs_a_share_of_the_plain_time(share, least, rounds):
-    """Three rounds of T = R, each a third longer than the plain one."""
+    """Two rounds of T = R, each a third longer than the plain one."""
     cost = AdditiveCost(0.8, (2, 4), (0.0, 0.1), (2, 16), (0.0, 1.4))
     table = CostTable(cost, (2, 4), (0.6, 0.7))
     planner = planner_of(table, probe_every=least, probe_share=share)
