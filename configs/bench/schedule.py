@@ -29,18 +29,22 @@ a half as it stands. Shorter: --config.requests="(4,8,24,40)"
 70 seconds on two idle CPU cores, nearly all of it compiling; its rounds of 0.8 ms are
 the host's time more than the programs', so that its numbers show the form of the
 report and no speed.
-Numbers, shortened further (--config.requests="(4,8,20,36)", 48 tokens, two turns,
---config.windows="(0,2,5)"; half an hour, two cores, valid), with the DFlash drafter of
-`configs/smollm2.py:dflash` (accept length 2.24 on GSM8K alone): tokens/s at 1, 4, 16,
-32 at once are plain 25.8, 47.2, 117, 126; static 22.8, 41.4, 101, 92; compact 25.8,
-45.2, 106, 146. Compact over the best fixed window 1.00, 0.94, 0.91, 1.08; over static
-1.13, 1.09, 1.05, 1.62; over plain 1.00, 0.96, 0.91, 1.17; planning 1.1% of a round;
-rounds that draft predicted within 5%; texts identical, no compile. Over this mixture
-drafting pays for some requests when they are alone, 18% of rounds, and at no other
-load (ms of a round without drafts, with one each and with all, 1 request 36, 46, 63;
-4: 64, 95, 125; 16: 128, 251, 328; 32: 191, 335, 465), so that from four up the plan
-never drafts, its distance to plain is what the draft state costs and what two turns
-scatter by, and no window can be beaten by 5%.
+Looking again while drafting is stopped may cost 3% of the plain time here
+(--config.plan.probe_share, with probe_every 1).
+Numbers, shortened further (--config.windows="(0,2,5)", two turns; two cores, valid).
+Lookup, --config.serve.num_draft=5 --config.concurrency="(1,2,4,16,32)"
+--config.requests="(6,8,12,24,40)", 64 tokens, 34 minutes: tokens/s at those loads are
+plain 29.0, 39.3, 52.5, 114, 152; static 28.6, 36.4, 50.8, 84, 108; compact 31.5, 39.6,
+52.5, 113, 151. Compact over the best fixed window 1.06, 1.01, 1.00, 0.95, 1.00; over
+static 1.10, 1.09, 1.03, 1.34, 1.40; over plain 1.09, 1.01, 1.00, 0.99, 1.00; planning
+0.9% of a round; rounds that draft predicted within 5%; texts identical, no compile.
+Looking again after each plain round (probe_share=0; feedback was then of the device's
+survival): 1.07, 1.09, 1.00, 0.93, 0.92 of the best fixed window.
+The DFlash drafter of `configs/smollm2.py:dflash` (accept length 2.24 on GSM8K alone;
+probe_every=64, loads 1, 4, 16, 32, 48 tokens): 1.00, 0.94, 0.91, 1.08 of the best fixed
+window; 1.13, 1.09, 1.05, 1.62 of static. Its drafts pay for 18% of rounds when a
+request is alone and at no other load: rounds without drafts, with one each and with all
+took 36, 46, 63 ms for one request, 64, 95, 125 for four, 128, 251, 328 for sixteen.
 """
 
 from configs import common

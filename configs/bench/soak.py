@@ -12,7 +12,8 @@ Numbers of half of it (--config.requests=2400 --config.real_requests=100, 400 se
 with a trained DFlash drafter: 0 wrong of 1,913 greedy answers, no near-tie, 0 compiles
 after warm-up, 41 of 41 edges visited, every slot back, seeds reproduced, drafting
 switched off 1,660 times, for each of its reasons, 174 stop strings met; resident memory
-grows by 7 MB on the random target and by 30 on SmolLM2 (bound 64): passed. All of it,
+grows by 7 MB on the random target and by 30 on SmolLM2 (bound 64): passed (ladders had
+no program of T = R then, which adds an edge for each R and count). All of it,
 before its requests had stop strings and penalties: 0 wrong of 3,721.
 Without SmolLM2: --config.real_requests=0
 With a trained drafter for SmolLM2: --config.drafter=<exported folder>
