@@ -10,10 +10,10 @@ first ones planted. Nine biases are planted in turn and must be found.
 
 Time: 40 minutes of one core beside other work: 9 to 30 seconds a case of 50,000
 samples, and as long to compile each program.
-Numbers (lookup was not planned then; now 150 cases): 138 cases; the lowest p is 0.0023, which is 0.32 after Bonferroni's correction
-(`worst_p`); nothing impossible was emitted, every way to end a round was seen; nine
-of nine planted biases are found, the faintest (a cut that reads its own token) with
-p 1e-4.
+Numbers: 138 cases (150 since lookup is planned, whose twelve are not among them); the
+lowest p is 0.0023, which is 0.32 after Bonferroni's correction (`worst_p`); nothing
+impossible was emitted, every way to end a round was seen; nine of nine planted biases
+are found, the faintest (a cut that reads its own token) with p 1e-4.
 Fewer: --config.samples=10000 --config.drafters="('dspark',)" --config.settings=2
 """
 
